@@ -1,0 +1,272 @@
+"""The steps between shardings as differentiable functions: what a lowered block calls.
+
+Each takes the local piece, the name of the process group of one mesh axis and the axis's size, and follows the
+table of `autopar/sharding.py`, backward included. `rank` is a 0-dim int64 tensor with this device's coordinate on
+the axis: rank numbers are data, so every rank runs the same graph and collectives cannot be reordered between ranks.
+
+All are plain functional collectives (`_c10d_functional`) inside `torch.autograd.Function`s: eager mode and
+`torch.compile(fullgraph=True)` see the same thing in both directions.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from autopar.functional import cross_entropy_sum
+from autopar.torch_private import c10d_functional as c10d
+
+# ---- plain collectives along a dim -------------------------------------------------------------------------------
+
+
+def _all_reduce(tensor: Tensor, group: str, kind: str = "sum") -> Tensor:
+    result: Tensor = c10d.wait_tensor(c10d.all_reduce(tensor.contiguous(), kind, group))
+    return result
+
+
+def _all_gather(tensor: Tensor, dim: int, group: str, size: int) -> Tensor:
+    gathered = c10d.wait_tensor(c10d.all_gather_into_tensor(tensor.contiguous(), size, group))
+    if dim == 0:
+        return gathered  # type: ignore[no-any-return]
+    pieces = gathered.unflatten(0, (size, tensor.shape[0]))
+    return pieces.movedim(0, dim).flatten(dim, dim + 1)  # type: ignore[no-any-return]
+
+
+def _reduce_scatter(tensor: Tensor, dim: int, group: str, size: int) -> Tensor:
+    front = _split_to_front(tensor, dim, size).flatten(0, 1) if dim else tensor
+    result: Tensor = c10d.wait_tensor(c10d.reduce_scatter_tensor(front.contiguous(), "sum", size, group))
+    return result
+
+
+def _split_to_front(tensor: Tensor, dim: int, size: int) -> Tensor:
+    """[..., n, ...] to [size, ..., n / size, ...]."""
+    return tensor.unflatten(dim, (size, tensor.shape[dim] // size)).movedim(dim, 0)
+
+
+def _own_slice(tensor: Tensor, dim: int, size: int, rank: Tensor) -> Tensor:
+    return _split_to_front(tensor, dim, size).index_select(0, rank.reshape(1)).squeeze(0)
+
+
+def _all_to_all(tensor: Tensor, gather_dim: int, split_dim: int, group: str, size: int) -> Tensor:
+    """The piece split by `gather_dim` becomes one split by `split_dim`."""
+    pieces = _split_to_front(tensor, split_dim, size).contiguous()
+    even = [1] * size
+    flat = pieces.reshape(size, -1)
+    received = c10d.wait_tensor(c10d.all_to_all_single(flat, even, even, group)).reshape(pieces.shape)
+    return received.movedim(0, gather_dim).flatten(gather_dim, gather_dim + 1)  # type: ignore[no-any-return]
+
+
+# ---- steps ---------------------------------------------------------------------------------------------------------
+
+
+class _Copy(Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: str) -> Tensor:
+        ctx.group = group
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return _all_reduce(gradient, ctx.group), None
+
+
+class _AllReduce(Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: str, grad_sums: bool) -> Tensor:
+        ctx.group, ctx.grad_sums = group, grad_sums
+        return _all_reduce(tensor, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        return (_all_reduce(gradient, ctx.group) if ctx.grad_sums else gradient), None, None
+
+
+class _AllGather(Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, dim: int, group: str, size: int, rank: Tensor, grad_sums: bool) -> Tensor:
+        ctx.dim, ctx.group, ctx.size, ctx.grad_sums = dim, group, size, grad_sums
+        ctx.save_for_backward(rank)
+        return _all_gather(tensor, dim, group, size)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        (rank,) = ctx.saved_tensors
+        if ctx.grad_sums:
+            result = _reduce_scatter(gradient, ctx.dim, ctx.group, ctx.size)
+        else:
+            result = _own_slice(gradient, ctx.dim, ctx.size, rank)
+        return result, None, None, None, None, None
+
+
+class _ReduceScatter(Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, dim: int, group: str, size: int) -> Tensor:
+        ctx.dim, ctx.group, ctx.size = dim, group, size
+        return _reduce_scatter(tensor, dim, group, size)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        return _all_gather(gradient, ctx.dim, ctx.group, ctx.size), None, None, None
+
+
+class _Slice(Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, dim: int, group: str, size: int, rank: Tensor) -> Tensor:
+        ctx.dim, ctx.group, ctx.size = dim, group, size
+        return _own_slice(tensor, dim, size, rank).contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        return _all_gather(gradient, ctx.dim, ctx.group, ctx.size), None, None, None, None
+
+
+class _AllToAll(Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, gather_dim: int, split_dim: int, group: str, size: int) -> Tensor:
+        ctx.dims, ctx.group, ctx.size = (gather_dim, split_dim), group, size
+        return _all_to_all(tensor, gather_dim, split_dim, group, size)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        gather_dim, split_dim = ctx.dims
+        return _all_to_all(gradient, split_dim, gather_dim, ctx.group, ctx.size), None, None, None, None
+
+
+def copy(tensor: Tensor, group: str) -> Tensor:
+    """Whole to whole for an op that is split along the axis by a loop this operand lacks."""
+    return _Copy.apply(tensor, group)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def all_reduce(tensor: Tensor, group: str, grad_sums: bool) -> Tensor:
+    """Partial sums to the whole value."""
+    return _AllReduce.apply(tensor, group, grad_sums)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def all_gather(tensor: Tensor, dim: int, group: str, size: int, rank: Tensor, grad_sums: bool) -> Tensor:
+    """A piece, split by `dim`, to the whole value."""
+    return _AllGather.apply(tensor, dim, group, size, rank, grad_sums)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def reduce_scatter(tensor: Tensor, dim: int, group: str, size: int) -> Tensor:
+    """Partial sums to a piece of their sum, split by `dim`."""
+    return _ReduceScatter.apply(tensor, dim, group, size)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def slice_own(tensor: Tensor, dim: int, group: str, size: int, rank: Tensor) -> Tensor:
+    """The whole value to this rank's piece, split by `dim`."""
+    return _Slice.apply(tensor, dim, group, size, rank)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def all_to_all(tensor: Tensor, gather_dim: int, split_dim: int, group: str, size: int) -> Tensor:
+    """A piece split by `gather_dim` to one split by `split_dim`."""
+    return _AllToAll.apply(tensor, gather_dim, split_dim, group, size)  # type: ignore[no-any-return, no-untyped-call]
+
+
+# ---- ops whose split needs more than the plain op on pieces ------------------------------------------------------
+
+
+def scaled_sum(tensor: Tensor, ways: int) -> Tensor:
+    """A mean over a split dim: each rank's mean divided by the number of ranks is its share of the sum."""
+    return tensor / ways
+
+
+def vocab_embedding(
+    weight: Tensor, ids: Tensor, rank: Tensor, padding_idx: int = -1, scale_grad: bool = False, sparse: bool = False
+) -> Tensor:
+    """Rows of an embedding whose vocabulary is split: zero for the ids that other ranks hold, so the result is a
+    partial sum. weight [vocabulary / n, hidden], ids [...] -> [..., hidden]."""
+    local = ids - rank * weight.shape[0]
+    mine = (local >= 0) & (local < weight.shape[0])
+    if padding_idx >= 0:  # a padding row gets no gradient, as in aten.embedding
+        mine_trained = mine & (ids != padding_idx)
+        rows = torch.nn.functional.embedding(local.clamp(0, weight.shape[0] - 1), weight)
+        frozen = rows.detach() * mine.unsqueeze(-1).to(rows.dtype)
+        return torch.where(mine_trained.unsqueeze(-1), rows, frozen)
+    rows = torch.nn.functional.embedding(local.clamp(0, weight.shape[0] - 1), weight)
+    return rows * mine.unsqueeze(-1).to(rows.dtype)
+
+
+class _VocabCrossEntropySum(Function):
+    """Sum of token losses with the vocabulary split over `group`; the result is whole on the group.
+
+    loss = log sum exp(logits) - (1 - s) logits[label] - s mean(logits), s the label smoothing. The gradient is
+    softmax(logits) - (1 - s) onehot(label) - s / vocabulary, locally.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, group: str, size: int, rank: Tensor, ignore: int, smooth: float) -> Tensor:
+        values = logits.float()
+        width = values.shape[-1]
+        peak = _all_reduce(values.amax(-1), group, "max")
+        weights = (values - peak.unsqueeze(-1)).exp()
+        total = _all_reduce(weights.sum(-1), group)
+        counted = labels != ignore
+        local = labels - rank * width
+        mine = (local >= 0) & (local < width) & counted
+        index = local.clamp(0, width - 1).unsqueeze(-1)
+        target = _all_reduce(values.gather(-1, index).squeeze(-1) * mine, group)
+        losses = total.log() + peak - (1 - smooth) * target
+        if smooth:
+            losses = losses - smooth * _all_reduce(values.sum(-1), group) / (width * size)
+        probabilities = weights / total.unsqueeze(-1)
+        ctx.save_for_backward(probabilities, index, mine, counted)
+        ctx.smooth, ctx.vocabulary, ctx.dtype = smooth, width * size, logits.dtype
+        return (losses * counted).sum()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        probabilities, index, mine, counted = ctx.saved_tensors
+        hit = (1 - ctx.smooth) * mine.to(probabilities.dtype).unsqueeze(-1)
+        slope = probabilities.scatter_add(-1, index, -hit)
+        if ctx.smooth:
+            slope = slope - ctx.smooth / ctx.vocabulary
+        slope = slope * (counted.to(slope.dtype) * gradient).unsqueeze(-1)
+        return slope.to(ctx.dtype), None, None, None, None, None, None
+
+
+def split_cross_entropy(
+    logits: Tensor,
+    labels: Tensor,
+    ignore_index: int,
+    reduction: str,
+    label_smoothing: float,
+    token_groups: list[str],
+    vocab_group: str | None,
+    vocab_size: int,
+    vocab_rank: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Cross-entropy of this rank's tokens [..., vocabulary (/ n)] and labels [...].
+
+    Returns this rank's share of the loss, a partial sum over `token_groups` and whole over `vocab_group`, and the
+    number of counted labels of all ranks. A mean divides by that number: ranks may have unequal numbers of ignored
+    labels, so a mean of means would be wrong. Without any counted label the mean is NaN, as torch's is.
+    """
+    if vocab_group is None:
+        total, count = cross_entropy_sum(logits, labels, ignore_index, label_smoothing)
+    else:
+        assert vocab_rank is not None
+        total = _VocabCrossEntropySum.apply(  # type: ignore[no-untyped-call]
+            logits, labels, vocab_group, vocab_size, vocab_rank, ignore_index, label_smoothing
+        )
+        count = (labels != ignore_index).sum().to(torch.float32)
+    for group in token_groups:
+        count = _all_reduce(count, group)
+    if reduction == "mean":
+        total = (total.float() / count).to(total.dtype)
+    return total, count
+
+
+def causal_attention(query: Tensor, key: Tensor, value: Tensor, size: int, rank: Tensor, **options: Any) -> Tensor:
+    """Causal attention of this rank's slice of the queries against all keys.
+
+    query [batch, heads, sequence / size, head_dim]; key, value [batch, kv heads, sequence, head_dim].
+    """
+    length = query.shape[-2]
+    first = rank * length
+    rows = torch.arange(length, device=query.device) + first
+    columns = torch.arange(key.shape[-2], device=query.device)
+    mask = columns.unsqueeze(0) <= rows.unsqueeze(1)
+    return torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, **options)

@@ -1,0 +1,30 @@
+"""One factor rule per op: how its loops appear in its operands and results. The table is `RULES`."""
+
+from autopar.rules.call import OpCall
+from autopar.rules.registry import (
+    RULES,
+    call_of_node,
+    localize,
+    operand_nodes,
+    register_rule,
+    rule_for,
+    rule_of_node,
+    unregister_rule,
+)
+from autopar.rules.rule import SUMS, Rule, Sharded, sums_choice
+
+__all__ = [
+    "RULES",
+    "SUMS",
+    "OpCall",
+    "Rule",
+    "Sharded",
+    "call_of_node",
+    "localize",
+    "operand_nodes",
+    "register_rule",
+    "rule_for",
+    "rule_of_node",
+    "sums_choice",
+    "unregister_rule",
+]

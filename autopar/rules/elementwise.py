@@ -1,0 +1,150 @@
+"""Pointwise ops: `a b c, c -> a b c`. Every dim may be split; operands broadcast as in torch.
+
+Which operands may be partial sums is the only thing that differs: none for `exp`, both together for `add`,
+either for `mul`. That is what the second table says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+
+from autopar.program import TensorInfo
+from autopar.rules.call import RuleFunction, OpCall, Sums, tensor_positions
+from autopar.rules.rule import Rule
+
+UNARY = """
+    abs acos acosh angle asin asinh atan atanh bitwise_not ceil celu clamp clamp_max clamp_min cos cosh deg2rad
+    digamma elu erf erfc erfinv exp exp2 expm1 fill floor frac gelu hardsigmoid hardswish hardtanh i0 isfinite
+    isinf isnan leaky_relu lgamma log log10 log1p log2 log_sigmoid logical_not logit mish nan_to_num reciprocal
+    relu relu6 round rsqrt selu sgn sigmoid sign signbit silu sin sinh softplus softshrink sqrt square tan tanh
+    threshold trunc
+""".split()
+BINARY = """
+    __and__ __or__ __xor__ __lshift__ __rshift__ atan2 bitwise_and bitwise_left_shift bitwise_or
+    bitwise_right_shift bitwise_xor copysign eq floor_divide fmax fmin fmod ge gt hypot le logaddexp logical_and
+    logical_or logical_xor lt maximum minimum ne pow prelu_kernel remainder sigmoid_backward true_divide xlogy
+""".split()
+LINEAR = "_to_copy alias clone contiguous conj deg2rad detach lift_fresh_copy neg positive real to".split()
+
+
+def pointwise(call: OpCall, sums: Callable[[OpCall], Sums] | None = None, *, flops: float = 1.0) -> Rule | None:
+    """All operands broadcast to the result."""
+    if not call.results or not call.operands or any(len(shape) > len(call.result_shapes[0]) for shape in call.shapes):
+        return None
+    text = ", ".join(["..."] * len(call.operands)) + " -> " + ", ".join(["..."] * len(call.results))
+    groups = sums(call) if sums and call.results[0].is_float else ()
+    return call.parse(text, sums=groups, flops_per_point=flops)
+
+
+# ---- which operands may be partial sums -------------------------------------------------------------------
+
+
+def first(call: OpCall) -> Sums:
+    """Linear in the first operand, if that is a number that adds up."""
+    return ((0,),) if call.operands[0].is_float else ()
+
+
+def together(call: OpCall) -> Sums:
+    """add, sub: both tensors, or nothing if one of the two is a number (a constant would be added on each device)."""
+    return ((0, 1),) if len(call.operands) == 2 and all(info.is_float for info in call.operands) else ()
+
+
+def either(call: OpCall) -> Sums:
+    """mul: linear in each operand while the other is whole."""
+    return tuple((index,) for index, info in enumerate(call.operands) if info.is_float)
+
+
+def divided(call: OpCall) -> Sums:
+    """div: linear in the numerator unless it rounds."""
+    if call.kwargs.get("rounding_mode") is not None or not isinstance(call.args[0], TensorInfo):
+        return ()
+    return first(call)
+
+
+def chosen(call: OpCall) -> Sums:
+    """where(condition, x, y): linear in x and y together; a number in place of one of them must be 0."""
+    positions = tensor_positions(call)
+    tensors = tuple(index for index in positions[1:] if index is not None)
+    if any(not call.operands[index].is_float for index in tensors):
+        return ()
+    numbers = [value for value in call.args[1:] if not isinstance(value, TensorInfo)]
+    return (tensors,) if tensors and all(number == 0 for number in numbers) else ()
+
+
+def filled(call: OpCall) -> Sums:
+    """masked_fill(x, mask, value): linear in x if what it fills with is 0."""
+    return first(call) if call.arg(2, "value") == 0 else ()
+
+
+def blended(call: OpCall) -> Sums:
+    """lerp(x, y, weight): linear in x and y together."""
+    return ((0, 1),) if all(info.is_float for info in call.operands[:2]) else ()
+
+
+def where(call: OpCall) -> Rule | None:
+    """where(condition) alone is nonzero, whose size depends on the data: no rule."""
+    return pointwise(call, chosen) if len(call.args) == 3 else None
+
+
+def add_product(call: OpCall) -> Rule | None:
+    """addcmul(x, y, z), addcdiv: linear in x and y together."""
+    return pointwise(call, lambda _: ((0, 1),), flops=2.0)
+
+
+def dropout(call: OpCall) -> Rule | None:
+    """dropout(x, p, train): nothing at all when off; when on it draws random numbers, which has no rule."""
+    off = call.arg(2, "train", True) is False or call.arg(1, "p", 0.5) == 0
+    return pointwise(call, first, flops=0.0) if off else None
+
+
+def first_like_second(call: OpCall) -> Rule | None:
+    """type_as(x, y): y gives nothing but its dtype."""
+    if len(call.operands) != 2:
+        return None
+    other = [f"y{index}" for index in range(len(call.shapes[1]))]
+    reduced = frozenset(other)
+    linear = first(call) if call.results[0].is_float else ()
+    return call.parse(f"..., {' '.join(other)} -> ...", reduced=reduced, sums=linear)
+
+
+def copy(call: OpCall) -> Rule | None:
+    """copy(x, source): source broadcast to the shape of x, whose values are not read."""
+    return pointwise(call, lambda call: ((1,),) if call.operands[1].is_float else (), flops=0.0)
+
+
+def gated(call: OpCall) -> Rule | None:
+    """glu(x, dim): the halves of `dim` belong together, so it is whole."""
+    from autopar.rules.call import dim_at, whole_dims
+
+    return whole_dims(call, [dim_at(call.arg(1, "dim", -1), len(call.shapes[0]))], flops_per_point=2.0)
+
+
+def prelu(call: OpCall) -> Rule | None:
+    """prelu(x, weight): weight of one value, or one per dim 1."""
+    rank, count = len(call.shapes[0]), call.shapes[1][0] if call.shapes[1] else 1
+    if count == 1 or rank < 2:
+        return call.parse("..., " + "1" * len(call.shapes[1]) + " -> ...", flops_per_point=1.0)
+    rest = " ".join(f"x{index}" for index in range(2, rank))
+    return call.parse(f"n c {rest}, c -> n c {rest}", flops_per_point=1.0)
+
+
+RULES: Mapping[str, RuleFunction] = {
+    **{f"aten.{name}": pointwise for name in (*UNARY, *BINARY)},
+    **{f"aten.{name}": partial(pointwise, sums=first, flops=0.0) for name in LINEAR},
+    "aten.add": partial(pointwise, sums=together),
+    "aten.sub": partial(pointwise, sums=together),
+    "aten.rsub": partial(pointwise, sums=together),
+    "aten.mul": partial(pointwise, sums=either),
+    "aten.div": partial(pointwise, sums=divided),
+    "aten.lerp": partial(pointwise, sums=blended),
+    "aten.masked_fill": partial(pointwise, sums=filled),
+    "aten.where": where,
+    "aten.addcmul": add_product,
+    "aten.addcdiv": add_product,
+    "aten.dropout": dropout,
+    "aten.type_as": first_like_second,
+    "aten.copy": copy,
+    "aten.glu": gated,
+    "aten.prelu": prelu,
+}

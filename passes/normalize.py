@@ -1,0 +1,96 @@
+"""Normalize: an exported graph to the few forms the rules speak of.
+
+In:  the functional graph of torch.export.
+Out: its live nodes, in order, with
+     - assertions removed, and nodes that no wanted output needs;
+     - `linear(x, w, b)` as `linear(x, w) + b`, `addmm(b, x, w)` as `mm(x, w) + b`: with the contraction split the
+       product is a partial sum, and the bias must be added once;
+     - `cross_entropy_loss(view(logits), view(labels))` as `autopar.cross_entropy(logits, labels)` on the unflattened
+       tokens, so that batch and sequence can be split apart.
+"""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+from torch.fx import Graph, Node
+
+from autopar import functional
+
+aten = torch.ops.aten
+
+_DROPPED = {aten._assert_tensor_metadata.default, aten._assert_scalar.default, aten._assert_async.msg, aten.sym_constrain_range_for_size.default}
+_ALIASES = {aten.alias.default, aten.lift_fresh_copy.default, aten.detach.default}
+_VIEWS = {aten.view.default, aten.reshape.default, aten._unsafe_view.default}
+
+
+def normalize(graph: Graph, outputs: set[Node]) -> list[Node]:
+    """Rewrite `graph` in place and return the call nodes that `outputs` need, in execution order."""
+    for node in list(graph.nodes):
+        if node.target in _DROPPED:
+            graph.erase_node(node)
+        elif node.target in (aten.alias.default, aten.lift_fresh_copy.default) and node not in outputs:
+            node.replace_all_uses_with(node.all_input_nodes[0])
+            graph.erase_node(node)
+        elif node.target is aten.linear.default and len(node.args) > 2 and node.args[2] is not None:
+            _split_bias(graph, node, aten.linear.default, node.args[:2], node.args[2])
+        elif node.target is aten.addmm.default and not node.kwargs:
+            _split_bias(graph, node, aten.mm.default, node.args[1:3], node.args[0])
+        elif node.target is aten.cross_entropy_loss.default:
+            _unflatten_loss(graph, node)
+    needed: set[Node] = set()
+    stack = list(outputs)
+    while stack:
+        node = stack.pop()
+        if node not in needed:
+            needed.add(node)
+            stack += node.all_input_nodes
+    return [node for node in graph.nodes if node.op == "call_function" and node in needed]
+
+
+def _split_bias(graph: Graph, node: Node, target: object, args: tuple[object, ...], bias: object) -> None:
+    assert isinstance(bias, Node)
+    with graph.inserting_before(node):
+        product = graph.call_function(target, args)  # type: ignore[arg-type]
+        product.meta = dict(node.meta)
+    node.target = aten.add.Tensor
+    node.args = (product, bias)
+    node.kwargs = {}
+
+
+def _unflatten_loss(graph: Graph, node: Node) -> None:
+    """`cross_entropy_loss(logits, labels, weight, reduction, ignore_index, label_smoothing)` on class indices."""
+    defaults: list[object] = [None, None, None, 1, -100, 0.0]
+    named = ["self", "target", "weight", "reduction", "ignore_index", "label_smoothing"]
+    values = [node.args[i] if i < len(node.args) else node.kwargs.get(named[i], defaults[i]) for i in range(6)]
+    logits, labels, weight, reduction, ignore_index, smoothing = values
+    assert isinstance(logits, Node) and isinstance(labels, Node)
+    logits_shape, labels_shape = logits.meta["val"].shape, labels.meta["val"].shape
+    if weight is not None or len(logits_shape) != 2 or len(labels_shape) != 1 or labels.meta["val"].dtype != torch.int64:
+        return
+    source, target = _unviewed(logits, 1), _unviewed(labels, 0)
+    if source is not None and target is not None and source.meta["val"].shape[:-1] == target.meta["val"].shape:
+        if reduction != 0:
+            logits, labels = source, target
+    node.target = functional.cross_entropy
+    names = {0: "none", 1: "mean", 2: "sum"}
+    assert isinstance(reduction, int)
+    node.args = (logits, labels, ignore_index, names[reduction], smoothing)
+    node.kwargs = {}
+
+
+def _unviewed(node: Node, kept_dims: int) -> Node | None:
+    """The value before a view that flattened all but the last `kept_dims` dims."""
+    if node.target not in _VIEWS or not isinstance(node.args[0], Node):
+        return None
+    source = node.args[0]
+    if source.meta["val"].dim() < 1 + kept_dims:
+        return None
+    if kept_dims and source.meta["val"].shape[-kept_dims:] != node.meta["val"].shape[-kept_dims:]:
+        return None
+    return source
+
+
+def is_getitem(node: Node) -> bool:
+    return node.target is operator.getitem
