@@ -48,7 +48,7 @@ def mask_or_none(*args: Any, **kwargs: Any) -> torch.Tensor | None:
         and not isinstance(kwargs.get("q_offset"), torch.Tensor)
         and kwargs.get("q_offset", 0) == kwargs.get("kv_offset", 0) == 0
         and "mask_function" in kwargs
-        and _says_nothing(kwargs["mask_function"], int(kwargs["kv_length"]))
+        and _says_nothing(kwargs["mask_function"], kwargs["kv_length"])
     )
     build: Any = masking_utils.sdpa_mask
     return None if plain else build(*args, **kwargs)

@@ -107,7 +107,8 @@ def _join_interfaces(program: Program, union: Union) -> None:
 
 
 def _choose_names(program: Program, union: Union, hints: list[tuple[Item, str]]) -> dict[Item, str]:
-    """Set representative -> name. Sets that want the same name are told apart by a number, the largest first."""
+    """Set representative -> name. Sets that want one name and have other sizes are told apart by a number, the
+    largest first; sets of one size (an untied embedding and output head) share the name."""
     wishes: dict[Item, set[str]] = defaultdict(set)
     for item, name in hints:
         wishes[union.find(item)].add(name)
@@ -122,8 +123,9 @@ def _choose_names(program: Program, union: Union, hints: list[tuple[Item, str]])
             wanted[name].append(root)
     chosen: dict[Item, str] = {}
     for name, roots in wanted.items():
-        ordered = sorted(roots, key=lambda root: -max(sizes.get(root, {0})))
-        for number, root in enumerate(ordered):
+        largest = sorted({max(sizes[root]) for root in roots}, reverse=True)
+        for root in roots:
+            number = largest.index(max(sizes[root]))
             chosen[root] = name if number == 0 else f"{name}{number + 1}"
     return chosen
 

@@ -5,6 +5,8 @@ Out: its live nodes, in order, with
      - assertions removed, and nodes that no wanted output needs;
      - `linear(x, w, b)` as `linear(x, w) + b`, `addmm(b, x, w)` as `mm(x, w) + b`: with the contraction split the
        product is a partial sum, and the bias must be added once;
+     - `view` as `reshape`: a kernel may lay out a local piece otherwise than the whole;
+     - `cat` without empty pieces;
      - `cross_entropy_loss(view(logits), view(labels))` as `autopar.cross_entropy(logits, labels)` on the unflattened
        tokens, so that batch and sequence can be split apart.
 """
@@ -21,8 +23,7 @@ from autopar import functional
 aten = torch.ops.aten
 
 _DROPPED = {aten._assert_tensor_metadata.default, aten._assert_scalar.default, aten._assert_async.msg, aten.sym_constrain_range_for_size.default}
-_ALIASES = {aten.alias.default, aten.lift_fresh_copy.default, aten.detach.default}
-_VIEWS = {aten.view.default, aten.reshape.default, aten._unsafe_view.default}
+_VIEWS = {aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.flatten.using_ints}
 
 
 def normalize(graph: Graph, outputs: set[Node]) -> list[Node]:
@@ -33,6 +34,10 @@ def normalize(graph: Graph, outputs: set[Node]) -> list[Node]:
         elif node.target in (aten.alias.default, aten.lift_fresh_copy.default) and node not in outputs:
             node.replace_all_uses_with(node.all_input_nodes[0])
             graph.erase_node(node)
+        elif node.target in (aten.view.default, aten._unsafe_view.default):
+            node.target = aten.reshape.default
+        elif node.target is aten.cat.default:
+            _drop_empty_pieces(node)
         elif node.target is aten.linear.default and len(node.args) > 2 and node.args[2] is not None:
             _split_bias(graph, node, aten.linear.default, node.args[:2], node.args[2])
         elif node.target is aten.addmm.default and not node.kwargs:
@@ -47,6 +52,19 @@ def normalize(graph: Graph, outputs: set[Node]) -> list[Node]:
             needed.add(node)
             stack += node.all_input_nodes
     return [node for node in graph.nodes if node.op == "call_function" and node in needed]
+
+
+def _drop_empty_pieces(node: Node) -> None:
+    """`cat` with an empty cache (a decoder's first step) is its other operand."""
+    pieces = node.args[0]
+    assert isinstance(pieces, (list, tuple))
+    full = [piece for piece in pieces if isinstance(piece, Node) and piece.meta["val"].numel() > 0]
+    if len(full) == 1 and full[0].meta["val"].shape == node.meta["val"].shape:
+        node.target = aten.clone.default
+        node.args = (full[0],)
+        node.kwargs = {}
+    elif 0 < len(full) < len(pieces):
+        node.args = (full, *node.args[1:])
 
 
 def _split_bias(graph: Graph, node: Node, target: object, args: tuple[object, ...], bias: object) -> None:

@@ -12,14 +12,17 @@ from autopar.rules.registry import (
     unregister_rule,
 )
 from autopar.rules.rule import SUMS, Rule, Sharded, sums_choice
+from autopar.rules.selftest import RuleReport, check_rule
 
 __all__ = [
     "RULES",
     "SUMS",
     "OpCall",
     "Rule",
+    "RuleReport",
     "Sharded",
     "call_of_node",
+    "check_rule",
     "localize",
     "operand_nodes",
     "register_rule",

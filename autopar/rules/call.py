@@ -8,7 +8,6 @@ In: the name and arguments of an op, with a TensorInfo where each tensor stood. 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -32,7 +31,9 @@ class OpCall:
     results: tuple[TensorInfo, ...] = ()
 
     @staticmethod
-    def of(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], results: Sequence[TensorInfo]) -> OpCall:
+    def of(
+        name: str, args: Sequence[Any], kwargs: Mapping[str, Any], results: Sequence[TensorInfo]
+    ) -> OpCall:
         """The call with `operands` read off its arguments."""
         operands = tuple(leaf for leaf in leaves([list(args), dict(kwargs)]) if isinstance(leaf, TensorInfo))
         return OpCall(name, tuple(args), dict(kwargs), operands, tuple(results))
@@ -149,9 +150,22 @@ def whole_dims(call: OpCall, dims: Sequence[int], **fields: Any) -> Rule | None:
 
 
 def is_size_list(value: Any) -> bool:
-    return isinstance(value, (list, tuple)) and not any(isinstance(leaf, TensorInfo) for leaf in leaves(value))
+    return isinstance(value, (list, tuple)) and not any(
+        isinstance(leaf, TensorInfo) for leaf in leaves(value)
+    )
 
 
-def snake(name: str) -> str:
-    """`mylib::op` -> `mylib.op`."""
-    return re.sub("::", ".", name)
+def floats_only(function: RuleFunction) -> RuleFunction:
+    """The same rule, without partial sums unless all tensors are floating point: sums of flags mean nothing."""
+
+    def rule(call: OpCall) -> Rule | None:
+        found = function(call)
+        if found is None or all(info.is_float for info in (*call.operands, *call.results)):
+            return found
+        return replace(found, sums=())
+
+    return rule
+
+
+def words(text: str) -> tuple[str, ...]:
+    return tuple(text.split())

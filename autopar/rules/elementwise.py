@@ -10,27 +10,33 @@ from collections.abc import Callable, Mapping
 from functools import partial
 
 from autopar.program import TensorInfo
-from autopar.rules.call import RuleFunction, OpCall, Sums, tensor_positions
+from autopar.rules.call import OpCall, RuleFunction, Sums, dim_at, tensor_positions, whole_dims, words
 from autopar.rules.rule import Rule
 
-UNARY = """
-    abs acos acosh angle asin asinh atan atanh bitwise_not ceil celu clamp clamp_max clamp_min cos cosh deg2rad
-    digamma elu erf erfc erfinv exp exp2 expm1 fill floor frac gelu hardsigmoid hardswish hardtanh i0 isfinite
-    isinf isnan leaky_relu lgamma log log10 log1p log2 log_sigmoid logical_not logit mish nan_to_num reciprocal
-    relu relu6 round rsqrt selu sgn sigmoid sign signbit silu sin sinh softplus softshrink sqrt square tan tanh
+UNARY = words("""
+    abs acos acosh angle asin asinh atan atanh bitwise_not ceil celu clamp clamp_max clamp_min cos cosh digamma
+    elu erf erfc erfinv exp exp2 expm1 fill floor frac gelu hardsigmoid hardswish hardtanh i0 isfinite isinf
+    isnan leaky_relu lgamma log log10 log1p log2 log_sigmoid logical_not logit mish nan_to_num reciprocal relu
+    relu6 round rsqrt selu sgn sigmoid sign signbit silu sin sinh softplus softshrink sqrt square tan tanh
     threshold trunc
-""".split()
-BINARY = """
+""")
+BINARY = words("""
     __and__ __or__ __xor__ __lshift__ __rshift__ atan2 bitwise_and bitwise_left_shift bitwise_or
     bitwise_right_shift bitwise_xor copysign eq floor_divide fmax fmin fmod ge gt hypot le logaddexp logical_and
-    logical_or logical_xor lt maximum minimum ne pow prelu_kernel remainder sigmoid_backward true_divide xlogy
-""".split()
-LINEAR = "_to_copy alias clone contiguous conj deg2rad detach lift_fresh_copy neg positive real to".split()
+    logical_or logical_xor lt maximum minimum ne pow remainder sigmoid_backward true_divide xlogy
+""")
+LINEAR = words("_to_copy alias clone contiguous conj deg2rad detach lift_fresh_copy neg positive real to")
 
 
-def pointwise(call: OpCall, sums: Callable[[OpCall], Sums] | None = None, *, flops: float = 1.0) -> Rule | None:
+def pointwise(
+    call: OpCall, sums: Callable[[OpCall], Sums] | None = None, *, flops: float = 1.0
+) -> Rule | None:
     """All operands broadcast to the result."""
-    if not call.results or not call.operands or any(len(shape) > len(call.result_shapes[0]) for shape in call.shapes):
+    if (
+        not call.results
+        or not call.operands
+        or any(len(shape) > len(call.result_shapes[0]) for shape in call.shapes)
+    ):
         return None
     text = ", ".join(["..."] * len(call.operands)) + " -> " + ", ".join(["..."] * len(call.results))
     groups = sums(call) if sums and call.results[0].is_float else ()
@@ -115,16 +121,15 @@ def copy(call: OpCall) -> Rule | None:
 
 def gated(call: OpCall) -> Rule | None:
     """glu(x, dim): the halves of `dim` belong together, so it is whole."""
-    from autopar.rules.call import dim_at, whole_dims
-
-    return whole_dims(call, [dim_at(call.arg(1, "dim", -1), len(call.shapes[0]))], flops_per_point=2.0)
+    dim = dim_at(call.arg(1, "dim", -1), len(call.shapes[0]))
+    return whole_dims(call, [dim], flops_per_point=2.0 / max(call.shapes[0][dim], 1))
 
 
 def prelu(call: OpCall) -> Rule | None:
     """prelu(x, weight): weight of one value, or one per dim 1."""
     rank, count = len(call.shapes[0]), call.shapes[1][0] if call.shapes[1] else 1
     if count == 1 or rank < 2:
-        return call.parse("..., " + "1" * len(call.shapes[1]) + " -> ...", flops_per_point=1.0)
+        return call.parse("..., " + " ".join("1" * len(call.shapes[1])) + " -> ...", flops_per_point=1.0)
     rest = " ".join(f"x{index}" for index in range(2, rank))
     return call.parse(f"n c {rest}, c -> n c {rest}", flops_per_point=1.0)
 

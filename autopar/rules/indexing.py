@@ -55,18 +55,32 @@ def index_select(call: OpCall) -> Rule | None:
     factors = names(len(shape))
     result = [*factors[:dim], "i", *factors[dim + 1 :]]
     factors[dim] += "!"
-    text = text_of([tokens(shape, factors), tokens(call.shapes[1], ["i"])], [tokens(call.result_shapes[0], result)])
+    text = text_of(
+        [tokens(shape, factors), tokens(call.shapes[1], ["i"])], [tokens(call.result_shapes[0], result)]
+    )
     # A result of size 1 in the dim would lose its factor: keep it in step with the index.
     return call.parse(text, sums=((0,),) if call.operands[0].is_float else ())
 
 
 def gather(call: OpCall) -> Rule | None:
     """gather(x, dim, index): other dims of the index may be shorter than those of x; then both are whole."""
+    return _gathered(call, call.arg(1, "dim"))
+
+
+def _gathered(call: OpCall, at: int) -> Rule | None:
     x, position = call.shapes
-    dim = dim_at(call.arg(1, "dim"), len(x))
+    if call.result_shapes[0] != position:
+        return None
+    dim = dim_at(at, len(x))
     source, looked = _aligned(x, position, dim)
     text = text_of([tokens(x, source), tokens(position, looked)], [tokens(position, looked)])
     return call.parse(text, sums=((0,),) if call.operands[0].is_float else ())
+
+
+def take_along_dim(call: OpCall) -> Rule | None:
+    """take_along_dim(x, index, dim): a gather whose other dims broadcast; only the plain case has a rule."""
+    dim = call.arg(2, "dim")
+    return None if dim is None else _gathered(call, dim)
 
 
 def scatter(call: OpCall) -> Rule | None:
@@ -99,7 +113,9 @@ def _aligned(x: tuple[int, ...], position: tuple[int, ...], dim: int) -> tuple[l
 def index_put(call: OpCall) -> Rule | None:
     """index_put(x, [i, j], values): indexed leading dims and the index's dims are whole, the rest splits."""
     indices = list(call.args[1])
-    if not indices or any(not isinstance(item, TensorInfo) or item.dtype in ("bool", "uint8") for item in indices):
+    if not indices or any(
+        not isinstance(item, TensorInfo) or item.dtype in ("bool", "uint8") for item in indices
+    ):
         return None
     x, values = call.shapes[0], call.shapes[-1]
     rest = names(len(x) - len(indices), "x")
@@ -121,7 +137,7 @@ RULES: Mapping[str, RuleFunction] = {
     "aten._unsafe_index": index,
     "aten.index_select": index_select,
     "aten.gather": gather,
-    "aten.take_along_dim": gather,
+    "aten.take_along_dim": take_along_dim,
     **{f"aten.{name}": scatter for name in ("scatter", "scatter_add", "scatter_reduce")},
     "aten.index_put": index_put,
 }

@@ -42,7 +42,11 @@ def whole_loss(call: OpCall) -> Rule | None:
         return None
     token = tokens(target, ["n!" if reduction == 1 else "n"])
     result = token if reduction == 0 else []
-    return call.parse(text_of([[*token, *tokens(logits[1:], ["v!"])], token], [result]), flops_per_point=5.0, logical={"v": "vocab"})
+    return call.parse(
+        text_of([[*token, *tokens(logits[1:], ["v!"])], token], [result]),
+        flops_per_point=5.0,
+        logical={"v": "vocab"},
+    )
 
 
 def difference_loss(call: OpCall) -> Rule | None:
@@ -50,7 +54,11 @@ def difference_loss(call: OpCall) -> Rule | None:
     reduction = call.arg(2, "reduction", 1)
     if call.shapes[0] != call.shapes[1] or len(call.operands) != 2:
         return None
-    text = "..., ... -> ..." if reduction == 0 else text_of([tokens(call.shapes[0], _names(call)), tokens(call.shapes[0], _names(call))], [[]])
+    text = (
+        "..., ... -> ..."
+        if reduction == 0
+        else text_of([tokens(call.shapes[0], _names(call)), tokens(call.shapes[0], _names(call))], [[]])
+    )
     return call.parse(text, average=reduction == 1, flops_per_point=3.0)
 
 

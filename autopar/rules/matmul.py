@@ -6,8 +6,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from autopar.rules.call import OpCall, RuleFunction, is_size_list, leaves
 from autopar.program import TensorInfo
+from autopar.rules.call import OpCall, RuleFunction, is_size_list, leaves
 from autopar.rules.rule import Rule
 
 EITHER = ((0,), (1,))  # linear in each factor of the product
@@ -52,7 +52,9 @@ def einsum(call: OpCall) -> Rule | None:
         equation += "->" + ("..." if "..." in left else "") + "".join(letters)
     left, _, right = equation.partition("->")
     parts = [*left.split(","), right]
-    if len(parts) != len(call.operands) + 1 or any(part.count(letter) > 1 for part in parts for letter in part if letter != "."):
+    if len(parts) != len(call.operands) + 1 or any(
+        part.count(letter) > 1 for part in parts for letter in part if letter != "."
+    ):
         return None  # a diagonal
     # Dims of size 1 in one operand broadcast in einsum; a rule says so with `1`.
     texts = []
@@ -94,7 +96,12 @@ def convolution(call: OpCall) -> Rule | None:
     unread = 1
     for size in x[2:] if groups == 1 else x[1:]:
         unread *= size
-    return call.parse(text, sums=() if bias else EITHER, flops_per_point=2.0 / max(unread, 1), logical={"n": "batch", "co": "channels"})
+    return call.parse(
+        text,
+        sums=() if bias else EITHER,
+        flops_per_point=2.0 / max(unread, 1),
+        logical={"n": "batch", "co": "channels"},
+    )
 
 
 def grouped_mm(call: OpCall) -> Rule | None:
@@ -116,7 +123,11 @@ def grouped_mm(call: OpCall) -> Rule | None:
 def _tensors_in_list(function: RuleFunction) -> RuleFunction:
     def rule(call: OpCall) -> Rule | None:
         found = len(call.args) == 2 and not is_size_list(call.args[1])
-        return function(call) if found and all(isinstance(leaf, TensorInfo) for leaf in leaves(call.args[1])) else None
+        return (
+            function(call)
+            if found and all(isinstance(leaf, TensorInfo) for leaf in leaves(call.args[1]))
+            else None
+        )
 
     return rule
 

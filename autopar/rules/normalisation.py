@@ -23,7 +23,9 @@ def last_dims(call: OpCall) -> Rule | None:
     lead = [f"l{index}" for index in range(len(x) - normal)]
     full = [*lead, *names]
     operands = [tokens(x, full)] + [tokens(shape, names) for shape in call.shapes[1:]]
-    return call.parse(text_of(operands, [tokens(shape, full) for shape in call.result_shapes]), flops_per_point=6.0)
+    return call.parse(
+        text_of(operands, [tokens(shape, full) for shape in call.result_shapes]), flops_per_point=6.0
+    )
 
 
 def group_norm(call: OpCall) -> Rule | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 
 from autopar.rules.call import OpCall, RuleFunction, dim_at, dims_at, names, text_of, tokens, whole_dims
@@ -12,7 +13,9 @@ from autopar.rules.rule import Rule
 def _reduced(call: OpCall, dims: tuple[int, ...], *, whole: bool) -> Rule:
     """`a b -> a` or `a b! -> a`; a kept dim is `1`. All results have the same shape."""
     shape, result = call.shapes[0], call.result_shapes[0]
-    factors = [factor + ("!" if whole and dim in dims else "") for dim, factor in enumerate(names(len(shape)))]
+    factors = [
+        factor + ("!" if whole and dim in dims else "") for dim, factor in enumerate(names(len(shape)))
+    ]
     source = tokens(shape, factors)
     keep = len(result) == len(shape)
     kept = ["1" if dim in dims else factor for dim, factor in enumerate(source) if keep or dim not in dims]
@@ -21,8 +24,6 @@ def _reduced(call: OpCall, dims: tuple[int, ...], *, whole: bool) -> Rule:
 
 def total(call: OpCall, *, average: bool = False) -> Rule | None:
     """sum, mean, count_nonzero(x, dims)."""
-    from dataclasses import replace
-
     if len(call.operands) != 1:
         return None
     rule = _reduced(call, dims_at(call.arg(1, "dim"), len(call.shapes[0])), whole=False)
@@ -59,7 +60,9 @@ def scan(call: OpCall, *, linear: bool = False) -> Rule | None:
     return along(call, sums=((0,),) if linear and floats else ())
 
 
-def along(call: OpCall, *, position: int = 1, flops: float = 1.0, sums: tuple[tuple[int, ...], ...] = ()) -> Rule | None:
+def along(
+    call: OpCall, *, position: int = 1, flops: float = 1.0, sums: tuple[tuple[int, ...], ...] = ()
+) -> Rule | None:
     """Ops that work along one dim and keep the shape: softmax, log_softmax, cumsum."""
     shape = call.shapes[0]
     dims = (dim_at(call.arg(position, "dim", -1), len(shape)),) if shape else ()
@@ -72,7 +75,7 @@ def ordered(call: OpCall, *, position: int, default: int = -1) -> Rule | None:
     dim = call.arg(position, "dim", default)
     if isinstance(dim, bool):  # sort.stable(x, *, stable, dim)
         dim = call.kwargs.get("dim", default)
-    return whole_dims(call, (dim_at(dim, len(shape)),) if shape else (), flops_per_point=1.0)
+    return whole_dims(call, (dim_at(dim, len(shape)),) if shape else ())
 
 
 def histogram(call: OpCall) -> Rule | None:
@@ -89,7 +92,10 @@ RULES: Mapping[str, RuleFunction] = {
     "aten.sum": total,
     "aten.count_nonzero": total,
     "aten.mean": partial(total, average=True),
-    **{f"aten.{name}": extreme for name in ("amax", "amin", "argmax", "argmin", "any", "all", "prod", "logsumexp")},
+    **{
+        f"aten.{name}": extreme
+        for name in ("amax", "amin", "argmax", "argmin", "any", "all", "prod", "logsumexp")
+    },
     "aten.max": larger,
     "aten.min": larger,
     **{f"aten.{name}": spread for name in ("var", "std", "var_mean")},
@@ -97,7 +103,10 @@ RULES: Mapping[str, RuleFunction] = {
     "aten.linalg_vector_norm": norm,
     "aten.cumsum": partial(scan, linear=True),
     "aten.cumprod": scan,
-    **{f"aten.{name}": partial(along, flops=5.0) for name in ("softmax", "_softmax", "log_softmax", "_log_softmax")},
+    **{
+        f"aten.{name}": partial(along, flops=5.0)
+        for name in ("softmax", "_softmax", "log_softmax", "_log_softmax")
+    },
     "aten._safe_softmax": partial(along, flops=5.0),
     "aten.topk": partial(ordered, position=2),
     "aten.sort": partial(ordered, position=1),

@@ -1,6 +1,6 @@
 """The table of all rules, and how one finds the rule of an op instance or of a graph node.
 
-    rule_of_node(%linear) -> Rule('a b k, n k -> a b n')
+rule_of_node(%linear) -> Rule('a b k, n k -> a b n')
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from autopar.program import op_name, tensor_info
 from autopar.rules import (
     attention,
     creation,
+    cuts,
     elementwise,
     indexing,
     loss,
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 RULES: dict[str, RuleFunction] = {
     **elementwise.RULES,
     **shapes.RULES,
+    **cuts.RULES,
     **creation.RULES,
     **matmul.RULES,
     **reductions.RULES,
@@ -63,7 +65,9 @@ def call_of_node(node: Node) -> OpCall:
     value = node.meta.get("val")
     values = value if isinstance(value, (list, tuple)) else (value,)
     results = [info for info in map(tensor_info, values) if info is not None]
-    return OpCall.of(op_name(node), map_leaves(tuple(node.args), seen), map_leaves(dict(node.kwargs), seen), results)
+    return OpCall.of(
+        op_name(node), map_leaves(tuple(node.args), seen), map_leaves(dict(node.kwargs), seen), results
+    )
 
 
 def rule_of_node(node: Node) -> Rule | None:
@@ -85,7 +89,7 @@ def register_rule(name: str, rule: str | RuleFunction, *, flops_per_point: float
 
     Raises UsageError for a bad name or a name that has a rule, ShardingError for a text that cannot be read.
     """
-    key = _key(name)
+    key = op_key(name)
     if key in RULES:
         raise UsageError(f"op {key!r} already has a rule", hint=f"unregister_rule({key!r}) first")
     if callable(rule):
@@ -97,11 +101,12 @@ def register_rule(name: str, rule: str | RuleFunction, *, flops_per_point: float
 
 def unregister_rule(name: str) -> None:
     """Take a rule out of the table. Raises UsageError if there is none."""
-    if RULES.pop(_key(name), None) is None:
-        raise UsageError(f"op {_key(name)!r} has no rule", hint="a name as in RULES, such as 'aten.linear'")
+    if RULES.pop(op_key(name), None) is None:
+        raise UsageError(f"op {op_key(name)!r} has no rule", hint="a name as in RULES, such as 'aten.linear'")
 
 
-def _key(name: str) -> str:
+def op_key(name: str) -> str:
+    """`mylib::op`, `mylib.op` or `mylib::op.overload` as RULES names it: `mylib.op`."""
     space, separator, op = name.replace("::", ".").partition(".")
     if not separator or not space.isidentifier() or not op.split(".")[0].isidentifier():
         raise UsageError(f"op name {name!r} is not 'namespace::op'", hint="a name such as 'mylib::op'")

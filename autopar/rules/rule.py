@@ -74,7 +74,9 @@ class Rule:
     # ---- reading ------------------------------------------------------------------------------------------
 
     @staticmethod
-    def parse(text: str, operand_shapes: Sequence[Sequence[int]], result_shapes: Sequence[Sequence[int]]) -> Rule:
+    def parse(
+        text: str, operand_shapes: Sequence[Sequence[int]], result_shapes: Sequence[Sequence[int]]
+    ) -> Rule:
         """Read `b s (h d) -> b s h d` and find every factor's size from the shapes; checks that they agree."""
         lefts, rights = split_text(text)
         shapes = [*operand_shapes, *result_shapes]
@@ -84,7 +86,9 @@ class Rule:
                 f"the op has {len(operand_shapes)} and {len(result_shapes)}"
             )
         whole: set[str] = set()
-        tensors = _expand_ellipsis([_parse_dims(part, whole, text) for part in (*lefts, *rights)], shapes, text)
+        tensors = _expand_ellipsis(
+            [_parse_dims(part, whole, text) for part in (*lefts, *rights)], shapes, text
+        )
         sizes = _solve_sizes(text, tensors, shapes)
         return Rule(tuple(tensors[: len(lefts)]), tuple(tensors[len(lefts) :]), sizes, frozenset(whole))
 
@@ -92,14 +96,20 @@ class Rule:
         def dims_text(dims: Dims) -> str:
             return " ".join(_dim_text(dim, self.whole) for dim in dims)
 
-        return f"{', '.join(map(dims_text, self.operands))} -> {', '.join(map(dims_text, self.results))}".strip()
+        return (
+            f"{', '.join(map(dims_text, self.operands))} -> {', '.join(map(dims_text, self.results))}".strip()
+        )
 
     # ---- what may be split --------------------------------------------------------------------------------
 
     def splittable(self) -> tuple[str, ...]:
         """Factors that some axis could split: not whole, larger than 1, and leading wherever they appear."""
         minor = {name for dims in (*self.operands, *self.results) for dim in dims for name in dim[1:]}
-        return tuple(name for name, size in self.sizes.items() if size > 1 and name not in self.whole and name not in minor)
+        return tuple(
+            name
+            for name, size in self.sizes.items()
+            if size > 1 and name not in self.whole and name not in minor
+        )
 
     @property
     def dropped(self) -> frozenset[str]:
@@ -123,15 +133,21 @@ class Rule:
                 summed[axis] = self.sums[group]
             elif factor is not None:
                 if factor not in self.sizes:
-                    raise ShardingError(f"rule '{self}' has no factor {factor!r}", hint=f"one of {', '.join(self.sizes)}")
+                    raise ShardingError(
+                        f"rule '{self}' has no factor {factor!r}", hint=f"one of {', '.join(self.sizes)}"
+                    )
                 by_factor[factor] = (*by_factor.get(factor, ()), axis)
         allowed = self.splittable()
         for factor, axes in by_factor.items():
             ways = math.prod(axis_sizes[axis] for axis in axes)
             if factor not in allowed and ways > 1:
-                raise ShardingError(f"factor {factor!r} of rule '{self}' must stay whole, asked to split over {axes}")
+                raise ShardingError(
+                    f"factor {factor!r} of rule '{self}' must stay whole, asked to split over {axes}"
+                )
             if self.sizes[factor] % ways:
-                raise ShardingError(f"factor {factor!r} has size {self.sizes[factor]}, not divisible by {ways} ({axes})")
+                raise ShardingError(
+                    f"factor {factor!r} has size {self.sizes[factor]}, not divisible by {ways} ({axes})"
+                )
 
         def sharding(dims: Dims, sums: tuple[str, ...] = ()) -> Sharding:
             return Sharding(tuple(by_factor.get(dim[0], ()) if dim else () for dim in dims), sums)
@@ -140,13 +156,17 @@ class Rule:
         for index, dims in enumerate(self.operands):
             partial = tuple(axis for axis, group in summed.items() if index in group)
             have = {name for dim in dims for name in dim}
-            lacking = [axis for factor, axes in by_factor.items() if factor not in have for axis in axes]
+            # A factor in `reduced` makes no addends, so neither does it in the gradients.
+            foreign = [factor for factor in by_factor if factor not in have and factor not in self.reduced]
+            lacking = [axis for factor in foreign for axis in by_factor[factor]]
             lacking += [axis for axis, group in summed.items() if index not in group]
             uses.append(Use(sharding(dims, partial), tuple(sorted(lacking))))
         results = []
         for dims in self.results:
             have = {name for dim in dims for name in dim}
-            gone = [factor for factor in by_factor if factor not in have and factor in self.dropped - self.reduced]
+            gone = [
+                factor for factor in by_factor if factor not in have and factor in self.dropped - self.reduced
+            ]
             missing = [axis for factor in gone for axis in by_factor[factor]]
             results.append(sharding(dims, (*missing, *summed)))
         return Sharded(tuple(uses), tuple(results), by_factor)
@@ -186,7 +206,9 @@ def check_text(text: str) -> None:
     for part in (*lefts, *rights):
         dims = _parse_dims(part, set(), text)
         if dims.count((ELLIPSIS,)) > 1:
-            raise ShardingError(f"rule {text!r}: '...' twice in {part.strip()!r}", hint="one '...' per tensor")
+            raise ShardingError(
+                f"rule {text!r}: '...' twice in {part.strip()!r}", hint="one '...' per tensor"
+            )
         names = [name for dim in dims for name in dim]
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
@@ -212,7 +234,9 @@ def _parse_dims(text: str, whole: set[str], rule: str) -> Dims:
                 names.append(ELLIPSIS)
                 continue
             if not _FACTOR.fullmatch(token):
-                raise ShardingError(f"rule {rule!r}: cannot read factor {token!r}", hint="words such as 'b', 'heads' or 'k!'")
+                raise ShardingError(
+                    f"rule {rule!r}: cannot read factor {token!r}", hint="words such as 'b', 'heads' or 'k!'"
+                )
             names.append(token.rstrip("!"))
             if token.endswith("!"):
                 whole.add(token.rstrip("!"))
@@ -220,16 +244,16 @@ def _parse_dims(text: str, whole: set[str], rule: str) -> Dims:
     return tuple(dims)
 
 
-def _expand_ellipsis(
-    tensors: Sequence[Dims], shapes: Sequence[Sequence[int]], rule: str
-) -> list[Dims]:
+def _expand_ellipsis(tensors: Sequence[Dims], shapes: Sequence[Sequence[int]], rule: str) -> list[Dims]:
     """Put one factor per dim in place of each `...`, aligned at the right; dims of size 1 get none."""
     stands_for: dict[int, Sequence[int]] = {}
     for index, (dims, shape) in enumerate(zip(tensors, shapes, strict=True)):
         if (ELLIPSIS,) in dims:
             at, count = dims.index((ELLIPSIS,)), len(shape) - (len(dims) - 1)
             if count < 0:
-                raise ShardingError(f"rule {rule!r} needs at least {len(dims) - 1} dims, a tensor has shape {list(shape)}")
+                raise ShardingError(
+                    f"rule {rule!r} needs at least {len(dims) - 1} dims, a tensor has shape {list(shape)}"
+                )
             stands_for[index] = shape[at : at + count]
     if not stands_for:
         return list(tensors)
@@ -241,7 +265,10 @@ def _expand_ellipsis(
     for index, sizes in stands_for.items():
         dims = tensors[index]
         at = dims.index((ELLIPSIS,))
-        new = [() if size == 1 else (name,) for name, size in zip(names[deepest - len(sizes) :], sizes, strict=True)]
+        new = [
+            () if size == 1 else (name,)
+            for name, size in zip(names[deepest - len(sizes) :], sizes, strict=True)
+        ]
         expanded[index] = (*dims[:at], *new, *dims[at + 1 :])
     return expanded
 
@@ -257,7 +284,9 @@ def _solve_sizes(text: str, dims_of: Sequence[Dims], shapes: Sequence[Sequence[i
     pairs: list[tuple[tuple[str, ...], int]] = []
     for dims, shape in zip(dims_of, shapes, strict=True):
         if len(dims) != len(shape):
-            raise ShardingError(f"rule {text!r}: '{' '.join(_dim_text(d, frozenset()) for d in dims)}' against shape {list(shape)}")
+            raise ShardingError(
+                f"rule {text!r}: '{' '.join(_dim_text(d, frozenset()) for d in dims)}' against shape {list(shape)}"
+            )
         pairs += zip(dims, shape, strict=True)
     sizes: dict[str, int] = {}
     progress = True
@@ -275,5 +304,7 @@ def _solve_sizes(text: str, dims_of: Sequence[Dims], shapes: Sequence[Sequence[i
         if missing:
             raise ShardingError(f"rule {text!r}: the sizes do not tell how large {missing} are")
         if math.prod(sizes[name] for name in dim) != size:
-            raise ShardingError(f"rule {text!r}: dim ({' '.join(dim)}) is {[sizes[n] for n in dim]}, the tensor has {size}")
+            raise ShardingError(
+                f"rule {text!r}: dim ({' '.join(dim)}) is {[sizes[n] for n in dim]}, the tensor has {size}"
+            )
     return sizes

@@ -1,87 +1,89 @@
-"""Ops that move elements about: views, permutations, concatenation, slices, padding.
+"""Views: reshapes, permutations, expansions. All are linear. A reshape is factored from its sizes alone:
 
-All are linear. A dim that the op cuts, joins or shifts is whole; a reshape is factored from its sizes alone:
-
-    view [8, 32] -> [8, 4, 8]        a (b c) -> a b c
-    view [6, 4] -> [4, 6]            (a b!) c! -> (a d!) e!
+view [8, 32] -> [8, 4, 8]        a (b c) -> a b c
+view [6, 4] -> [4, 6]            (a b!) e! -> (a c!) d!
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
-from autopar.program import TensorInfo
 from autopar.rules.call import (
     OpCall,
     RuleFunction,
     dim_at,
     dims_at,
-    fresh,
+    floats_only,
     is_size_list,
     names,
     text_of,
     tokens,
-    whole_dims,
 )
 from autopar.rules.rule import Rule
 
 FIRST = ((0,),)  # linear in the first operand
 
 
-def factor_reshape(source: Sequence[int], target: Sequence[int]) -> str:
-    """The finest rule text for a reshape: greedily match the products of the sizes, major to minor.
+def factor_reshape(source: Sequence[int], target: Sequence[int]) -> Rule:
+    """The finest rule for a reshape: greedily match the products of the sizes, major to minor.
 
-    Where the next sizes share a common divisor that is a factor of both; where they share none, the rest of
+    Where the next sizes share a common divisor, that is a factor of both; where they share none, the rest of
     both, up to where the products meet again, is whole.
     """
     if math.prod(source) != math.prod(target):
         raise ValueError(f"cannot reshape {list(source)} to {list(target)}")
-    count = 0
-    left: list[list[str]] = [[] for _ in source]
-    right: list[list[str]] = [[] for _ in target]
+    left, right = _Factors(source), _Factors(target)
+    sizes: dict[str, int] = {}
+    whole: set[str] = set()
 
-    def factor() -> str:
-        nonlocal count
-        count += 1
-        return names(26)[count - 1] if count <= 26 else f"a{count}"
+    def take(side: _Factors, size: int, *, fixed: bool) -> str:
+        name = names(26)[len(sizes)] if len(sizes) < 26 else f"a{len(sizes)}"
+        sizes[name] = size
+        if fixed:
+            whole.add(name)
+        side.take(name, size)
+        return name
 
-    if math.prod(source) == 0:  # an empty tensor: sizes tell nothing
-        left, right = [[factor() + "!"] for _ in source], [[factor() + "!"] for _ in target]
-    else:
-        i = j = 0
-        rest_i, rest_j = (source[0] if source else 1), (target[0] if target else 1)
-        while i < len(source) or j < len(target):
-            if rest_i == 1 and i < len(source):
-                i += 1
-                rest_i = source[i] if i < len(source) else 1
-            elif rest_j == 1 and j < len(target):
-                j += 1
-                rest_j = target[j] if j < len(target) else 1
-            elif (common := math.gcd(rest_i, rest_j)) > 1:
-                name = factor()
-                left[i].append(name)
-                right[j].append(name)
-                rest_i, rest_j = rest_i // common, rest_j // common
-            else:  # coprime: whole up to where the products meet again
-                product_i, product_j = rest_i, rest_j
-                left[i].append(factor() + "!")
-                right[j].append(factor() + "!")
-                while product_i != product_j:
-                    if product_i < product_j:
-                        i += 1
-                        product_i *= source[i]
-                        left[i] += [factor() + "!"] if source[i] > 1 else []
-                    else:
-                        j += 1
-                        product_j *= target[j]
-                        right[j] += [factor() + "!"] if target[j] > 1 else []
-                rest_i = rest_j = 1
+    if math.prod(source) == 0:  # an empty tensor: its sizes tell nothing
+        for side in (left, right):
+            while side.next_size != 1:
+                take(side, side.next_size, fixed=True)
+        return Rule((left.dims,), (right.dims,), sizes, frozenset(whole))
+    while left.next_size != 1 or right.next_size != 1:
+        common = math.gcd(left.next_size, right.next_size)
+        if common > 1:
+            right.take(take(left, common, fixed=False), common)
+            continue
+        ahead, behind = 1, 1  # what each side has covered since the sizes parted
+        while ahead != behind or ahead == 1:
+            side, size = (left, left.next_size) if ahead <= behind else (right, right.next_size)
+            take(side, size, fixed=True)
+            ahead, behind = (ahead * size, behind) if side is left else (ahead, behind * size)
+    return Rule((left.dims,), (right.dims,), sizes, frozenset(whole))
 
-    def dims(groups: list[list[str]]) -> list[str]:
-        return ["1" if not group else group[0] if len(group) == 1 else f"({' '.join(group)})" for group in groups]
 
-    return text_of([dims(left)], [dims(right)])
+class _Factors:
+    """The dims of one side of a reshape while their factors are taken off, major to minor."""
+
+    def __init__(self, shape: Sequence[int]) -> None:
+        self._rest = list(shape)
+        self._dims: list[tuple[str, ...]] = [() for _ in shape]
+
+    @property
+    def next_size(self) -> int:
+        """What is left of the first dim that is not used up; 1 at the end."""
+        return next((size for size in self._rest if size != 1), 1)
+
+    def take(self, name: str, size: int) -> None:
+        dim = next(dim for dim, rest in enumerate(self._rest) if rest != 1)
+        self._dims[dim] += (name,)
+        self._rest[dim] = self._rest[dim] // size if size else 1
+
+    @property
+    def dims(self) -> tuple[tuple[str, ...], ...]:
+        return tuple(self._dims)
 
 
 def reshape(call: OpCall) -> Rule | None:
@@ -91,12 +93,12 @@ def reshape(call: OpCall) -> Rule | None:
     if len(call.args) < 2 or not is_size_list(call.args[1]):
         same = call.shapes[0] == call.result_shapes[0]
         return call.parse("... -> ...") if same else None
-    return call.parse(factor_reshape(call.shapes[0], call.result_shapes[0]), sums=FIRST, shape_arg=1)
+    return replace(factor_reshape(call.shapes[0], call.result_shapes[0]), sums=FIRST, shape_arg=1)
 
 
 def regroup(call: OpCall) -> Rule | None:
     """flatten, unsqueeze: a reshape whose arguments hold no sizes."""
-    return call.parse(factor_reshape(call.shapes[0], call.result_shapes[0]), sums=FIRST)
+    return replace(factor_reshape(call.shapes[0], call.result_shapes[0]), sums=FIRST)
 
 
 def squeeze(call: OpCall) -> Rule | None:
@@ -201,166 +203,10 @@ def repeat_interleave(call: OpCall) -> Rule | None:
     return call.parse(text_of([factors], [result]), sums=FIRST)
 
 
-# ---- joining and cutting ----------------------------------------------------------------------------------
-
-
-def cat(call: OpCall) -> Rule | None:
-    """cat(tensors, dim): `a b!, a b_2! -> a b_3!`."""
-    rank = len(call.result_shapes[0])
-    if any(len(shape) != rank for shape in call.shapes):
-        return None  # the old form, where an empty 1-D tensor may stand among others
-    dim, factors = dim_at(call.arg(1, "dim", 0), rank), names(rank)
-    factor, operands = factors[dim] + "!", []
-    for shape in (*call.shapes, call.result_shapes[0]):
-        operands.append(tokens(shape, [*factors[:dim], factor, *factors[dim + 1 :]]))
-        factor = fresh(factor)
-    return call.parse(text_of(operands[:-1], operands[-1:]), sums=(tuple(range(len(call.operands))),))
-
-
-def stack(call: OpCall) -> Rule | None:
-    """stack(tensors, dim): the new dim is whole."""
-    rank = len(call.result_shapes[0])
-    dim = dim_at(call.arg(1, "dim", 0), rank)
-    factors = tokens(call.shapes[0], names(rank - 1))
-    result = [*factors[:dim], "1" if len(call.operands) == 1 else "n!", *factors[dim:]]
-    return call.parse(text_of([factors] * len(call.operands), [result]), sums=(tuple(range(len(call.operands))),))
-
-
-def split(call: OpCall) -> Rule | None:
-    """split, split_with_sizes, chunk: every result is a whole range of the dim."""
-    shape = call.shapes[0]
-    dim, factors = dim_at(call.arg(2, "dim", 0), len(shape)), names(len(shape))
-    factor = factors[dim] + "!"
-    source, results = tokens(shape, [*factors[:dim], factor, *factors[dim + 1 :]]), []
-    for result in call.result_shapes:
-        factor = fresh(factor)
-        results.append(tokens(result, [*factors[:dim], factor, *factors[dim + 1 :]]))
-    return call.parse(text_of([source], results), sums=FIRST)
-
-
-def unbind(call: OpCall) -> Rule | None:
-    return _without_dim(call, dim_at(call.arg(1, "dim", 0), len(call.shapes[0])))
-
-
-def select(call: OpCall) -> Rule | None:
-    return _without_dim(call, dim_at(call.arg(1, "dim", 0), len(call.shapes[0])))
-
-
-def _without_dim(call: OpCall, dim: int) -> Rule | None:
-    shape = call.shapes[0]
-    factors = names(len(shape))
-    factors[dim] += "!"
-    source = tokens(shape, factors)
-    return call.parse(text_of([source], [source[:dim] + source[dim + 1 :]] * len(call.results)), sums=FIRST)
-
-
-def slice_(call: OpCall) -> Rule | None:
-    """slice(x, dim, start, end, step): a slice of everything is nothing; any other makes the dim whole."""
-    shape, dim = call.shapes[0], dim_at(call.arg(1, "dim", 0), len(call.shapes[0]))
-    taken = call.result_shapes[0][dim]
-    end = call.arg(3, "end")
-    # With a finite end a piece of the dim would still be cut right: end >= its size.
-    everything = taken == shape[dim] and call.arg(4, "step", 1) == 1 and (end is None or end >= shape[dim])
-    if everything and (call.arg(2, "start") or 0) == 0:
-        return call.parse("... -> ...", sums=FIRST)
-    return whole_dims(call, [dim], sums=FIRST)
-
-
-def narrow(call: OpCall) -> Rule | None:
-    return whole_dims(call, [dim_at(call.args[1], len(call.shapes[0]))], sums=FIRST)
-
-
-def slice_scatter(call: OpCall) -> Rule | None:
-    """slice_scatter(x, source, dim, start, end): x with a range of `dim` replaced."""
-    shape = call.shapes[0]
-    dim, factors = dim_at(call.arg(2, "dim", 0), len(shape)), names(len(shape))
-    end = call.arg(4, "end")
-    everything = call.shapes[1][dim] == shape[dim] and (end is None or end >= shape[dim])
-    if not everything:
-        factors[dim] += "!"
-    target = tokens(shape, factors)
-    source = list(factors)
-    source[dim] = factors[dim] if everything else fresh(factors[dim])
-    return call.parse(text_of([target, tokens(call.shapes[1], source)], [target]), sums=((0, 1),))
-
-
-def select_scatter(call: OpCall) -> Rule | None:
-    """select_scatter(x, source, dim, index)."""
-    shape = call.shapes[0]
-    dim, factors = dim_at(call.args[2], len(shape)), names(len(shape))
-    factors[dim] += "!"
-    target = tokens(shape, factors)
-    return call.parse(text_of([target, target[:dim] + target[dim + 1 :]], [target]), sums=((0, 1),))
-
-
-def pad(call: OpCall) -> Rule | None:
-    """pad(x, [before, after, ...] from the last dim, mode, value): padded dims are whole; linear unless it pads
-    with a number other than 0."""
-    rank = len(call.shapes[0])
-    amounts = call.args[1]
-    constant = call.name.endswith("constant_pad_nd")
-    mode, value = ("constant", call.arg(2, "value", 0)) if constant else (call.arg(2, "mode", "constant"), call.arg(3, "value"))
-    touched = [rank - 1 - index // 2 for index, amount in enumerate(amounts) if amount]
-    if mode != "constant":
-        touched = [rank - 1 - index for index in range(len(amounts) // 2)]
-    return whole_dims(call, touched, sums=FIRST if mode != "constant" or not value else ())
-
-
-def roll(call: OpCall) -> Rule | None:
-    rank = len(call.shapes[0])
-    return whole_dims(call, dims_at(call.arg(2, "dims", ()), rank), sums=FIRST)
-
-
-def flip(call: OpCall) -> Rule | None:
-    return whole_dims(call, dims_at(call.args[1], len(call.shapes[0])) if call.args[1] else (), sums=FIRST)
-
-
-def triangle(call: OpCall) -> Rule | None:
-    """tril, triu: which elements stay depends on the position in the last two dims."""
-    rank = len(call.shapes[0])
-    return whole_dims(call, (rank - 2, rank - 1), sums=FIRST)
-
-
-def difference(call: OpCall) -> Rule | None:
-    """diff(x, n, dim, prepend, append): neighbours along `dim` meet, so it is whole."""
-    rank = len(call.shapes[0])
-    dim, factors = dim_at(call.arg(2, "dim", -1), rank), names(rank)
-    factor, tensors = factors[dim] + "!", []
-    for shape in (*call.shapes, call.result_shapes[0]):
-        tensors.append(tokens(shape, [*factors[:dim], factor, *factors[dim + 1 :]]))
-        factor = fresh(factor)
-    floats = all(info.is_float for info in call.operands)
-    return call.parse(text_of(tensors[:-1], tensors[-1:]), sums=(tuple(range(len(call.operands))),) if floats else ())
-
-
-def unfold(call: OpCall) -> Rule | None:
-    """unfold(x, dim, size, step): windows along a whole dim; the window is a new last dim."""
-    shape, dim = call.shapes[0], dim_at(call.args[1], len(call.shapes[0]))
-    factors = names(len(shape))
-    factors[dim] += "!"
-    result = [*factors, "w!"]
-    result[dim] = fresh(factors[dim])
-    return call.parse(text_of([tokens(shape, factors)], [tokens(call.result_shapes[0], result)]), sums=FIRST)
-
-
 def complex_view(call: OpCall) -> Rule | None:
     """view_as_complex: the last dim of size 2 becomes the parts of a number; view_as_real: the reverse."""
     text = "... p! -> ..." if call.name.endswith("complex") else "... -> ... p!"
     return call.parse(text, sums=FIRST)
-
-
-def _floats_only(function: RuleFunction) -> RuleFunction:
-    """Partial sums of booleans mean nothing; those of whole numbers are not worth a thought."""
-
-    def rule(call: OpCall) -> Rule | None:
-        found = function(call)
-        if found is None or all(isinstance(info, TensorInfo) and info.is_float for info in (*call.operands, *call.results)):
-            return found
-        from dataclasses import replace
-
-        return replace(found, sums=())
-
-    return rule
 
 
 _TABLE: Mapping[str, RuleFunction] = {
@@ -381,26 +227,7 @@ _TABLE: Mapping[str, RuleFunction] = {
     "aten.expand_as": expand_as,
     "aten.repeat": repeat,
     "aten.repeat_interleave": repeat_interleave,
-    "aten.cat": cat,
-    "aten.stack": stack,
-    "aten.split": split,
-    "aten.split_with_sizes": split,
-    "aten.chunk": split,
-    "aten.unbind": unbind,
-    "aten.select": select,
-    "aten.slice": slice_,
-    "aten.narrow": narrow,
-    "aten.slice_scatter": slice_scatter,
-    "aten.select_scatter": select_scatter,
-    "aten.pad": pad,
-    "aten.constant_pad_nd": pad,
-    "aten.roll": roll,
-    "aten.flip": flip,
-    "aten.tril": triangle,
-    "aten.triu": triangle,
-    "aten.diff": difference,
-    "aten.unfold": unfold,
     "aten.view_as_complex": complex_view,
     "aten.view_as_real": complex_view,
 }
-RULES: Mapping[str, RuleFunction] = {name: _floats_only(function) for name, function in _TABLE.items()}
+RULES: Mapping[str, RuleFunction] = {name: floats_only(function) for name, function in _TABLE.items()}

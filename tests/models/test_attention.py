@@ -114,7 +114,18 @@ def test_the_captured_program_computes_the_same(kind: str) -> None:
     torch.testing.assert_close(captured(**inputs).loss, model(**inputs).loss)
 
 
-def test_latent_attention_and_models_without_sdpa_still_build() -> None:
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_batch_and_sequence_can_stay_symbols(kind: str) -> None:
+    source = find_model(CAUSAL[kind])
+    torch.manual_seed(0)
+    model, inputs = source.build(), source.example_inputs(2, SEQ)
+    dims = {0: torch.export.Dim("batch", min=1, max=64), 1: torch.export.Dim("seq", min=2, max=512)}
+    program = torch.export.export(model, (), inputs, strict=False, dynamic_shapes=dict.fromkeys(inputs, dims))
+    longer = source.example_inputs(3, 24)
+    torch.testing.assert_close(program.module()(**longer).loss, model(**longer).loss)
+
+
+def test_latent_attention_is_causal_and_a_model_that_caps_its_scores_builds() -> None:
     latent = DeepseekV3Config(
         **SMALL,
         num_key_value_heads=4,

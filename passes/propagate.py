@@ -1,0 +1,253 @@
+"""Propagate: what a user fixes, carried forward and backward through the rules to a fixed point.
+
+In:  a Problem and constraints such as `heads=tp`, `batch=dp` or `model.layers.*.mlp.up_proj.weight=[_@tp, _]`.
+Out: the Problem with the choices of every op that the constraints decide, and notes on where two of them meet and
+     a reshard will stand between them. Two constraints that ask one tensor for different things are an error that
+     names both.
+
+An op along one of whose loops an operand or result is split is split along that loop, and so is every other
+operand and result that has it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+
+from autopar.errors import ConstraintError, UsageError
+from autopar.mesh import Mesh
+from autopar.problem import Op, Problem
+from autopar.program import Program
+from autopar.sharding import Sharding
+
+MESH_AXES = ("dp", "fsdp", "tp")
+
+_LOGICAL = re.compile(r"[a-z_]+\d*")
+
+
+@dataclass(frozen=True)
+class Constraint:
+    """`text` as the user wrote it; a logical axis or a state name pattern, and where it goes."""
+
+    text: str
+    logical: str | None = None
+    axes: tuple[str, ...] = ()
+    pattern: str | None = None
+    sharding: Sharding | None = None
+
+
+def parse_constraint(text: str) -> Constraint:
+    """`heads=tp`, or `name.pattern.*=[_@tp, _]` for parameters."""
+    left, equals, right = (part.strip() for part in text.partition("="))
+    if not equals or not left or not right:
+        raise UsageError(f"cannot read constraint {text!r}", hint="'heads=tp', 'batch=dp' or 'model.layers.*.weight=[_@tp, _]'")
+    if right.startswith("["):
+        sharding = Sharding.parse(right)
+        if sharding.sums:
+            raise UsageError(f"constraint {text!r}: a parameter cannot be a partial sum", hint="a split such as [_@tp, _]")
+        _known_axes(sharding.axes, text)
+        return Constraint(text, pattern=left, sharding=sharding)
+    if not _LOGICAL.fullmatch(left):
+        raise UsageError(f"constraint {text!r}: {left!r} is not the name of a logical axis", hint="'heads=tp' or 'ffn=tp'")
+    axes = tuple(axis.strip() for axis in right.split("."))
+    _known_axes(axes, text)
+    return Constraint(text, logical=left, axes=axes)
+
+
+def _known_axes(axes: Sequence[str], text: str) -> None:
+    for axis in axes:
+        if axis not in MESH_AXES:
+            raise UsageError(f"constraint {text!r}: there is no mesh axis {axis!r}", hint=f"one of {', '.join(MESH_AXES)}")
+
+
+@dataclass
+class _Split:
+    axis: str
+    source: str
+
+
+class _Propagation:
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.values: dict[str, dict[str, tuple[int, str]]] = {}  # value -> axis -> (dim, source)
+        self.ops: dict[str, dict[str, tuple[str, str]]] = {}  # op -> axis -> (factor, source)
+        self.notes: list[str] = []
+        self.queue: deque[tuple[str, int, str, str]] = deque()
+        self.touching: dict[str, list[Op]] = {}
+        self.same: dict[str, list[str]] = {}
+        for op in problem.ops:
+            for name in dict.fromkeys((*op.operands, *op.results)):
+                self.touching.setdefault(name, []).append(op)
+        for name, value in problem.values.items():
+            if value.interface:
+                self.same.setdefault(value.interface, []).append(name)
+
+    def split_value(self, name: str, dim: int, axis: str, source: str, *, asked: bool) -> None:
+        """Value `name` is split in `dim` over `axis`, because of `source`; `asked` if the user said so himself."""
+        value = self.problem.values.get(name)
+        if value is None:
+            return
+        known = self.values.setdefault(name, {}).get(axis)
+        if known is not None:
+            if known[0] != dim:
+                self._conflict(name, axis, known, (dim, source), asked)
+            return
+        self.values[name][axis] = (dim, source)
+        self.queue.append((name, dim, axis, source))
+        if value.interface:
+            for other in self.same[value.interface]:
+                if other != name:
+                    self.split_value(other, dim, axis, source, asked=asked)
+
+    def _conflict(self, name: str, axis: str, known: tuple[int, str], new: tuple[int, str], asked: bool) -> None:
+        text = (
+            f"{name}: `{known[1]}` splits dim {known[0]} over {axis}, `{new[1]}` splits dim {new[0]} over {axis}"
+            if known[1] != new[1]
+            else f"{name}: `{new[1]}` splits both dim {known[0]} and dim {new[0]} over {axis}"
+        )
+        if asked:
+            raise ConstraintError(f"two constraints cannot hold together: {text}", where=name, hint="to drop one of them")
+        self.notes.append(f"{text}: resharded in between")
+
+    def split_op(self, op: Op, factor: str, axis: str, source: str) -> None:
+        if op.rule is None or factor not in op.rule.splittable():
+            return
+        known = self.ops.setdefault(op.name, {}).get(axis)
+        if known is not None:
+            if known[0] != factor:
+                self.notes.append(
+                    f"{op.name}: `{known[1]}` splits its loop {known[0]} over {axis}, `{source}` its loop {factor}: "
+                    f"the first holds, and an operand is resharded"
+                )
+            return
+        self.ops[op.name][axis] = (factor, source)
+        for names, all_dims in ((op.operands, op.rule.operands), (op.results, op.rule.results)):
+            for name, dims in zip(names, all_dims, strict=True):
+                for index, dim in enumerate(dims):
+                    if dim and dim[0] == factor:
+                        self.split_value(name, index, axis, source, asked=False)
+
+    def run(self) -> None:
+        while self.queue:
+            name, dim, axis, source = self.queue.popleft()
+            for op in self.touching.get(name, ()):
+                if op.rule is None:
+                    continue
+                for names, all_dims in ((op.operands, op.rule.operands), (op.results, op.rule.results)):
+                    for other, dims in zip(names, all_dims, strict=True):
+                        if other == name and dims[dim]:
+                            self.split_op(op, dims[dim][0], axis, source)
+
+
+def propagate(problem: Problem, program: Program, constraints: Sequence[Constraint]) -> tuple[Problem, tuple[str, ...]]:
+    """The Problem with `fixed` filled in, and notes. Raises ConstraintError where constraints clash or name nothing."""
+    work = _Propagation(problem)
+    for constraint in constraints:
+        if constraint.pattern is not None:
+            _seed_state(work, program, constraint)
+        else:
+            _seed_logical(work, constraint)
+    work.run()
+    order = {axis: index for index, axis in enumerate(MESH_AXES)}
+    fixed = {
+        op: {axis: factors[axis][0] for axis in sorted(factors, key=order.__getitem__)} for op, factors in work.ops.items()
+    }
+    return replace(problem, fixed=fixed), tuple(dict.fromkeys(work.notes))
+
+
+def _seed_state(work: _Propagation, program: Program, constraint: Constraint) -> None:
+    assert constraint.pattern is not None and constraint.sharding is not None
+    matched = False
+    for call in program.calls:
+        block = program.blocks[call.block]
+        for node, state in zip(block.state, call.state, strict=True):
+            names = (state, *(alias for alias, name in program.tied.items() if name == state))
+            if not any(fnmatchcase(name, constraint.pattern) for name in names):
+                continue
+            matched = True
+            value = f"{call.block}/{node}"
+            dims = len(work.problem.values[value].info.shape)
+            if dims != len(constraint.sharding.dims):
+                raise ConstraintError(
+                    f"constraint {constraint.text!r} has {len(constraint.sharding.dims)} dims, {state} has {dims}",
+                    where=state,
+                    hint="one entry per dim, `_` for a whole one",
+                )
+            for dim, axes in enumerate(constraint.sharding.dims):
+                for axis in axes:
+                    work.split_value(value, dim, axis, constraint.text, asked=True)
+    if not matched:
+        names = list(program.state)
+        raise ConstraintError(
+            f"constraint {constraint.text!r} matches no parameter", hint=f"names such as {', '.join(names[1:4])}; `*` matches any text"
+        )
+
+
+def _seed_logical(work: _Propagation, constraint: Constraint) -> None:
+    logical = constraint.logical
+    known = sorted({name for op in work.problem.ops for name in op.logical.values()})
+    if logical not in known:
+        raise ConstraintError(
+            f"constraint {constraint.text!r}: the model has no logical axis {logical!r}", hint=f"one of {', '.join(known)}"
+        )
+    for axis in constraint.axes:
+        if axis != "tp" and logical != "batch":
+            raise ConstraintError(
+                f"constraint {constraint.text!r}: {axis} splits the batch, not {logical}", hint=f"{logical}=tp, or batch={axis}"
+            )
+        for op in work.problem.ops:
+            for factor, name in op.logical.items():
+                if name == logical:
+                    work.split_op(op, factor, axis, constraint.text)
+        for value in work.problem.values.values():
+            for dim, name in enumerate(value.axes):
+                if name == logical:
+                    work.split_value(value.name, dim, axis, constraint.text, asked=False)
+
+
+def check_fixed(problem: Problem, mesh: Mesh, constraints: Sequence[str]) -> None:
+    """Raise ConstraintError where a fixed choice does not divide on this mesh, saying which sizes would do."""
+    sizes = mesh.sizes
+    worst: dict[str, set[int]] = {}
+    for op in problem.ops:
+        ways: dict[str, int] = {}
+        for axis, factor in problem.fixed.get(op.name, {}).items():
+            if factor is not None:
+                ways[factor] = ways.get(factor, 1) * sizes.get(axis, 1)
+        for factor, count in ways.items():
+            assert op.rule is not None
+            if op.rule.sizes[factor] % count:
+                worst.setdefault(op.logical.get(factor, factor), set()).add(op.rule.sizes[factor])
+    if not worst:
+        return
+    name, found = next(iter(worst.items()))
+    every = _sizes_of(problem, name) or found
+    fits = [str(way) for way in range(2, min(every) + 1) if all(size % way == 0 for size in every)]
+    raise ConstraintError(
+        f"{name} cannot be split over this mesh: {' and '.join(map(str, sorted(found)))} {name} "
+        f"over {mesh} does not divide evenly (asked for by {', '.join(f'`{text}`' for text in constraints)})",
+        hint=(f"an axis of size {' or '.join(fits)}, or " if fits else "")
+        + "to leave the constraint out: the planner then splits what does divide",
+    )
+
+
+def _sizes_of(problem: Problem, logical: str) -> set[int]:
+    return {
+        op.rule.sizes[factor]
+        for op in problem.ops
+        if op.rule is not None
+        for factor, name in op.logical.items()
+        if name == logical and factor in op.rule.splittable()
+    }
+
+
+def describe_fixed(problem: Problem) -> Mapping[str, int]:
+    """How many ops the constraints decided, per mesh axis."""
+    counts: dict[str, int] = {}
+    for choice in problem.fixed.values():
+        for axis in choice:
+            counts[axis] = counts.get(axis, 0) + 1
+    return counts

@@ -1,0 +1,96 @@
+"""Process groups: one per mesh axis, from torchrun's environment or for a single process.
+
+In:  a Mesh, and RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT as torchrun sets them.
+Out: `Groups`: the group of every axis of size > 1, this rank's coordinate on it, the device.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import init_device_mesh
+
+from autopar.errors import TrainingError
+from autopar.mesh import Mesh
+from autopar.sharding import Sharding
+
+# A rank that waits longer than this for another gives up: a dead or stuck peer must not hang the run.
+TIMEOUT_S = 300.0
+
+
+@dataclass(frozen=True)
+class Groups:
+    """`group[axis]` exists for every axis larger than 1. `coordinate[axis]` is this rank's place on it."""
+
+    mesh: Mesh
+    rank: int
+    device: torch.device
+    group: Mapping[str, ProcessGroup]
+    coordinate: Mapping[str, int]
+
+    def name(self, axis: str) -> str:
+        return str(self.group[axis].group_name)
+
+    def coordinate_tensor(self, axis: str) -> Tensor:
+        return torch.tensor(self.coordinate[axis], dtype=torch.int64, device=self.device)
+
+    def cut(self, tensor: Tensor, sharding: Sharding) -> Tensor:
+        """This rank's piece of a whole tensor (a view). The dims must divide."""
+        for dim, axes in enumerate(sharding.dims):
+            for axis in axes:
+                size = self.mesh.sizes[axis]
+                if size > 1:
+                    length = tensor.shape[dim] // size
+                    tensor = tensor.narrow(dim, self.coordinate[axis] * length, length)
+        return tensor
+
+    def join(self, tensor: Tensor, sharding: Sharding) -> Tensor:
+        """The whole tensor from this rank's piece; every rank gets it. The inverse of `cut`."""
+        for dim, axes in enumerate(sharding.dims):
+            for axis in reversed(axes):
+                if self.mesh.sizes[axis] > 1:
+                    pieces = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(self.mesh.sizes[axis])]
+                    dist.all_gather(pieces, tensor.contiguous(), group=self.group[axis])
+                    tensor = torch.cat(pieces, dim)
+        return tensor
+
+
+def world_size() -> int:
+    """How many processes were launched: WORLD_SIZE as torchrun sets it, else 1."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def join_mesh(mesh: Mesh, *, timeout_s: float = TIMEOUT_S) -> Groups:
+    """Start torch.distributed for this process (once) and make a group per axis."""
+    found = world_size()
+    if found != mesh.device_count:
+        raise TrainingError(
+            f"the plan is for {mesh.device_count} processes ({mesh}), {found} were launched",
+            hint=f"torchrun --nproc-per-node {mesh.device_count} ..., or plan for {found} devices",
+        )
+    on_gpu = torch.cuda.is_available()
+    local = int(os.environ.get("LOCAL_RANK", "0"))
+    device = torch.device("cuda", local) if on_gpu else torch.device("cpu")
+    if found == 1:
+        return Groups(mesh, 0, device, {}, dict.fromkeys(mesh.names, 0))
+    if on_gpu:
+        torch.cuda.set_device(device)
+    if not dist.is_initialized():
+        dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timedelta(seconds=timeout_s))
+    devices = init_device_mesh(device.type, tuple(size for _, size in mesh.axes), mesh_dim_names=mesh.names)
+    group = {axis: devices.get_group(axis) for axis, size in mesh.axes if size > 1}
+    rank = dist.get_rank()
+    return Groups(mesh, rank, device, group, mesh.coordinate(rank))
+
+
+def leave() -> None:
+    """Destroy the process groups, if there are any."""
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,276 @@
+"""The parameter store: each rank's share of parameters and buffers, gathered before use and reduced after.
+
+In:  a RankProgram's state layouts and the whole tensors of a model.
+Out: one local `nn.Parameter` per parameter (cut over tp as the blocks take it, and by rows over fsdp); for each call
+     the tensors its block takes; after backward, gradients that are summed over every axis they need.
+
+Rows over fsdp are cut as `torch.chunk` does (the last ranks may hold fewer, or none), which is DTensor's `Shard(0)`.
+With fsdp, a call's parameters are gathered in one collective just before the call, dropped after it, gathered again
+for its backward, and their gradients reduce-scattered at its end (ZeRO-3).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd import Function
+
+from autopar.errors import TrainingError
+from autopar.passes.lower import RankProgram, StateLayout
+from autopar.runtime.groups import Groups
+
+FSDP = "fsdp"
+BUCKET_BYTES = 25 << 20  # gradients are reduced in buckets of about this size, as torch's DDP does
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One parameter. `shape`: as a block takes it (cut over tp). `rows`: this rank's rows of it under fsdp."""
+
+    name: str
+    layout: StateLayout
+    shape: tuple[int, ...]
+    rows: tuple[int, int]
+    parameter: nn.Parameter
+
+    @property
+    def chunk(self) -> int:
+        """Elements of one rank's (padded) share under fsdp."""
+        return self.chunk_rows * math.prod(self.shape[1:])
+
+    @property
+    def chunk_rows(self) -> int:
+        return self.rows[1]
+
+    @property
+    def sums(self) -> tuple[str, ...]:
+        return self.layout.grad_sums
+
+
+class ParameterStore:
+    """Holds this rank's share of the model's state."""
+
+    def __init__(self, program: RankProgram, groups: Groups, state: Mapping[str, Tensor]) -> None:
+        """`state`: the whole tensors by canonical name; only this rank's share is kept."""
+        self.groups = groups
+        self.fsdp = groups.mesh.sizes.get(FSDP, 1)
+        self.entries: dict[str, Entry] = {}
+        self.buffers: dict[str, Tensor] = {}
+        for name, layout in program.state.items():
+            if name not in state:
+                raise TrainingError(f"the model has no tensor {name}", hint="the model that the plan was made for")
+            whole = state[name]
+            if tuple(whole.shape) != layout.info.shape:
+                raise TrainingError(f"{name} has shape {list(whole.shape)}, the plan expects {list(layout.info.shape)}")
+            piece = groups.cut(whole.detach(), layout.sharding)
+            if layout.info.kind == "parameter":
+                self.entries[name] = self._entry(name, layout, piece)
+            else:
+                self.buffers[name] = piece.to(groups.device).clone()
+        self._gathered: dict[int, dict[str, Tensor]] = {}  # call -> parameters gathered again for its backward
+
+    def _entry(self, name: str, layout: StateLayout, piece: Tensor) -> Entry:
+        shape = tuple(piece.shape)
+        rows = shape[0] if shape else 1
+        chunk_rows = -(-rows // self.fsdp)
+        local = self._own_rows(piece, chunk_rows)
+        parameter = nn.Parameter(local.to(self.groups.device, copy=True).contiguous(), layout.info.trainable)
+        return Entry(name, layout, shape, (rows, chunk_rows), parameter)
+
+    def _own_rows(self, piece: Tensor, chunk_rows: int) -> Tensor:
+        if self.fsdp == 1:
+            return piece
+        flat = piece.reshape(1) if piece.dim() == 0 else piece
+        first = min(self.groups.coordinate[FSDP] * chunk_rows, flat.shape[0])
+        return flat[first : min(first + chunk_rows, flat.shape[0])]
+
+    @property
+    def parameters(self) -> dict[str, nn.Parameter]:
+        return {name: entry.parameter for name, entry in self.entries.items()}
+
+    # ---- before a call -------------------------------------------------------------------------------------
+
+    def take(self, call: int, names: Sequence[str]) -> list[Tensor]:
+        """The tensors a call's block takes, in order."""
+        wanted = [name for name in dict.fromkeys(names) if name in self.entries]
+        if self.fsdp == 1 or not wanted:
+            return [self.entries[name].parameter if name in self.entries else self.buffers[name] for name in names]
+        shards = [self.entries[name].parameter for name in wanted]
+        whole = dict(zip(wanted, _GatherParameters.apply(self, call, wanted, *shards), strict=True))  # type: ignore[no-untyped-call]
+        return [whole[name] if name in whole else self.buffers[name] for name in names]
+
+    def gather(self, names: Sequence[str]) -> list[Tensor]:
+        """Whole (but for tp) parameters from all ranks' rows, in one collective."""
+        entries = [self.entries[name] for name in names]
+        local = torch.cat([_padded(entry.parameter.detach(), entry.chunk) for entry in entries])
+        gathered = local.new_empty(self.fsdp, local.numel())
+        dist.all_gather_into_tensor(gathered.view(-1), local, group=self.groups.group[FSDP])
+        whole = []
+        for entry, start in zip(entries, _offsets(entries), strict=True):
+            rows = gathered[:, start : start + entry.chunk].reshape(-1)
+            whole.append(rows[: math.prod(entry.shape)].reshape(entry.shape))
+        return whole
+
+    def reduce_rows(self, names: Sequence[str], gradients: Sequence[Tensor | None]) -> list[Tensor]:
+        """Own rows of each gradient, summed over fsdp where the gradient came as partial sums."""
+        entries = [self.entries[name] for name in names]
+        result: dict[str, Tensor] = {}
+        summed: list[tuple[Entry, Tensor]] = []
+        for entry, gradient in zip(entries, gradients, strict=True):
+            whole = torch.zeros(entry.shape, dtype=entry.parameter.dtype, device=self.groups.device) if gradient is None else gradient
+            if FSDP in entry.sums:
+                summed.append((entry, whole))
+            else:
+                result[entry.name] = self._own_rows(whole, entry.chunk_rows).contiguous()
+        if summed:
+            front = torch.cat([_padded(whole, self.fsdp * entry.chunk).view(self.fsdp, -1) for entry, whole in summed], dim=1)
+            own = front.new_empty(front.shape[1])
+            dist.reduce_scatter_tensor(own, front.reshape(-1), group=self.groups.group[FSDP])
+            for (entry, _), start in zip(summed, _offsets([entry for entry, _ in summed]), strict=True):
+                count = entry.parameter.numel()
+                result[entry.name] = own[start : start + count].view(entry.parameter.shape).clone()
+        return [result[name] for name in names]
+
+    # ---- saved for backward --------------------------------------------------------------------------------
+
+    def hooks(self, call: int, names: Sequence[str], taken: Sequence[Tensor]) -> Any:
+        """While a call runs under fsdp: what autograd saves of gathered parameters is only a note of which one it
+        was; backward gathers them again, once per call."""
+        owner = {tensor.untyped_storage().data_ptr(): name for name, tensor in zip(names, taken, strict=True) if name in self.entries}
+
+        def pack(tensor: Tensor) -> object:
+            name = owner.get(tensor.untyped_storage().data_ptr())
+            if name is None:
+                return tensor
+            return name, tensor.shape, tensor.stride(), tensor.storage_offset()
+
+        def unpack(saved: object) -> Tensor:
+            if isinstance(saved, Tensor):
+                return saved
+            name, shape, stride, offset = saved  # type: ignore[misc]
+            if call not in self._gathered:
+                wanted = [item for item in dict.fromkeys(names) if item in self.entries]
+                self._gathered[call] = dict(zip(wanted, self.gather(wanted), strict=True))
+            return self._gathered[call][name].as_strided(shape, stride, offset)
+
+        return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+
+    def drop(self, call: int) -> None:
+        self._gathered.pop(call, None)
+
+    # ---- after backward ------------------------------------------------------------------------------------
+
+    def finish_gradients(self, divide_by: float = 1.0) -> None:
+        """Sum gradients over the axes they still are partial sums on (all but fsdp), and divide them."""
+        pending: dict[tuple[tuple[str, ...], torch.dtype], list[Tensor]] = defaultdict(list)
+        for entry in self.entries.values():
+            gradient = entry.parameter.grad
+            if gradient is None:
+                continue
+            if divide_by != 1.0:
+                gradient.div_(divide_by)
+            axes = tuple(axis for axis in entry.sums if axis != FSDP and self.groups.mesh.sizes[axis] > 1)
+            if axes and gradient.numel():
+                pending[axes, gradient.dtype].append(gradient)
+        for (axes, _), gradients in pending.items():
+            for bucket in _buckets(gradients):
+                flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
+                for axis in axes:
+                    dist.all_reduce(flat, group=self.groups.group[axis])
+                for gradient, piece in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
+                    gradient.copy_(piece.view_as(gradient))
+
+    def gradient_norm(self) -> Tensor:
+        """L2 norm of the whole gradient: every element counted once, wherever it lies."""
+        squares: dict[tuple[str, ...], Tensor] = {}
+        for entry in self.entries.values():
+            if entry.parameter.grad is None:
+                continue
+            axes = entry.layout.sharding.axes + ((FSDP,) if self.fsdp > 1 else ())
+            split = tuple(axis for axis in axes if self.groups.mesh.sizes[axis] > 1)
+            square = entry.parameter.grad.float().square().sum()
+            squares[split] = squares[split] + square if split in squares else square
+        total = torch.zeros((), device=self.groups.device)
+        for axes, square in sorted(squares.items()):
+            for axis in axes:
+                dist.all_reduce(square, group=self.groups.group[axis])
+            total = total + square
+        return total.sqrt()
+
+    def clip_gradients(self, max_norm: float, norm: Tensor) -> None:
+        """Scale all gradients so that their global norm is at most `max_norm` (as `torch.nn.utils.clip_grad_norm_`)."""
+        scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        for entry in self.entries.values():
+            if entry.parameter.grad is not None:
+                entry.parameter.grad.mul_(scale)
+
+    # ---- whole tensors -------------------------------------------------------------------------------------
+
+    def whole(self, name: str, local: Tensor) -> Tensor:
+        """The whole tensor of which `local` (shaped as this rank's parameter) is a share: a parameter, its gradient,
+        or its optimizer state. Every rank must call it."""
+        entry = self.entries[name]
+        piece = local
+        if self.fsdp > 1:
+            gathered = local.new_empty(self.fsdp * entry.chunk)
+            dist.all_gather_into_tensor(gathered, _padded(local, entry.chunk), group=self.groups.group[FSDP])
+            piece = gathered[: math.prod(entry.shape)].reshape(entry.shape)
+        return self.groups.join(piece, entry.layout.sharding)
+
+    def share(self, name: str, whole: Tensor) -> Tensor:
+        """This rank's share of a whole tensor: the inverse of `whole`."""
+        entry = self.entries[name]
+        return self._own_rows(self.groups.cut(whole, entry.layout.sharding), entry.chunk_rows)
+
+    def whole_state(self) -> Iterator[tuple[str, Tensor]]:
+        """Name and whole tensor of every parameter and buffer, one at a time. Every rank must go through all."""
+        for name, entry in self.entries.items():
+            yield name, self.whole(name, entry.parameter.detach())
+        for name, buffer in self.buffers.items():
+            yield name, buffer
+
+
+class _GatherParameters(Function):
+    """This rank's rows -> whole parameters; backward: whole gradients -> own rows of their sum."""
+
+    @staticmethod
+    def forward(ctx: Any, store: ParameterStore, call: int, names: list[str], *shards: Tensor) -> tuple[Tensor, ...]:
+        ctx.store, ctx.call, ctx.names = store, call, names
+        return tuple(store.gather(names))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:  # type: ignore[override]
+        ctx.store.drop(ctx.call)
+        return None, None, None, *ctx.store.reduce_rows(ctx.names, gradients)
+
+
+def _padded(tensor: Tensor, length: int) -> Tensor:
+    flat = tensor.reshape(-1)
+    return flat if flat.numel() == length else torch.cat([flat, flat.new_zeros(length - flat.numel())])
+
+
+def _offsets(entries: Iterable[Entry]) -> Iterator[int]:
+    start = 0
+    for entry in entries:
+        yield start
+        start += entry.chunk
+
+
+def _buckets(gradients: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    bucket: list[Tensor] = []
+    size = 0
+    for gradient in gradients:
+        bucket.append(gradient)
+        size += gradient.numel() * gradient.element_size()
+        if size >= BUCKET_BYTES:
+            yield bucket
+            bucket, size = [], 0
+    if bucket:
+        yield bucket
