@@ -4,9 +4,8 @@ In: a config, published or from a checkpoint folder. Out: an ordinary `nn.Module
 and gives a loss. What is changed about the model as its authors give it, and why:
 
 - dropout is 0: a plan, a split model and the whole model then compute the same numbers;
-- attention is `scaled_dot_product_attention` with `is_causal` instead of a mask (see attention.py) and experts
-  are the `grouped_mm` kind, where the model has them: one op each, with shapes that do not depend on data, which
-  is what capture needs;
+- experts are the `grouped_mm` kind, where the model has them: shapes that do not depend on data, which is what
+  capture needs;
 - no key/value cache in training (`use_cache=False`);
 - parameters are in the default dtype (float32): precision is the plan's decision, not the checkpoint's.
 """
@@ -20,8 +19,6 @@ from typing import Any
 import torch
 
 from autopar.errors import ModelError
-
-from .attention import use_causal_flag
 
 AUTO_CLASS = {
     "causal-lm": "AutoModelForCausalLM",
@@ -161,7 +158,6 @@ def load_from_folder(folder: Path, config: Any, task: str) -> torch.nn.Module:
 def _make_ready(model: Any, task: str) -> None:
     """What capture and a training forward need and a config may leave open."""
     model.tie_weights()
-    use_causal_flag(model)
     config = model.config
     if model._can_set_experts_implementation():
         model.set_experts_implementation("grouped_mm")

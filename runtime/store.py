@@ -111,7 +111,7 @@ class ParameterStore:
         entries = [self.entries[name] for name in names]
         local = torch.cat([_padded(entry.parameter.detach(), entry.chunk) for entry in entries])
         gathered = local.new_empty(self.fsdp, local.numel())
-        dist.all_gather_into_tensor(gathered.view(-1), local, group=self.groups.group[FSDP])
+        dist.all_gather_single(gathered.view(-1), local, group=self.groups.group[FSDP])
         whole = []
         for entry, start in zip(entries, _offsets(entries), strict=True):
             rows = gathered[:, start : start + entry.chunk].reshape(-1)
@@ -132,7 +132,7 @@ class ParameterStore:
         if summed:
             front = torch.cat([_padded(whole, self.fsdp * entry.chunk).view(self.fsdp, -1) for entry, whole in summed], dim=1)
             own = front.new_empty(front.shape[1])
-            dist.reduce_scatter_tensor(own, front.reshape(-1), group=self.groups.group[FSDP])
+            dist.reduce_scatter_single(own, front.reshape(-1), group=self.groups.group[FSDP])
             for (entry, _), start in zip(summed, _offsets([entry for entry, _ in summed]), strict=True):
                 count = entry.parameter.numel()
                 result[entry.name] = own[start : start + count].view(entry.parameter.shape).clone()
@@ -220,7 +220,7 @@ class ParameterStore:
         piece = local
         if self.fsdp > 1:
             gathered = local.new_empty(self.fsdp * entry.chunk)
-            dist.all_gather_into_tensor(gathered, _padded(local, entry.chunk), group=self.groups.group[FSDP])
+            dist.all_gather_single(gathered, _padded(local, entry.chunk), group=self.groups.group[FSDP])
             piece = gathered[: math.prod(entry.shape)].reshape(entry.shape)
         return self.groups.join(piece, entry.layout.sharding)
 

@@ -1,0 +1,120 @@
+"""Candidates: the choices each op has on a mesh, and the shardings they make and ask for.
+
+In:  an Op with its rule, a Mesh, what the user fixed.
+Out: Candidates: a choice per mesh axis, with the uses of the operands and the shardings of the results.
+
+The data axes (`dp`, `fsdp`) act together: on an op they split its `batch` loop, or nothing. `tp` takes any loop that
+divides, hands partial sums on where the op is linear, or nothing (every rank repeats the op). All axes are chosen at
+once: what is left to split by one depends on the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from autopar.errors import ConstraintError
+from autopar.mesh import Mesh
+from autopar.problem import Choice, Op, Problem
+from autopar.rules.rule import Dims, Rule, Sharded, sums_choice
+from autopar.sharding import Sharding, Use
+
+DATA_AXES = ("dp", "fsdp")
+TENSOR_AXIS = "tp"
+
+# Lowerings that exist: a rule's `special` factors are split only with one of these.
+SUPPORTED_LOWERINGS = frozenset({"embedding", "cross_entropy"})
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """`choice`: (axis, factor) in mesh order, for the axes larger than 1. `by_factor`: factor -> axes."""
+
+    choice: tuple[tuple[str, str | None], ...]
+    uses: tuple[Use, ...]
+    results: tuple[Sharding, ...]
+    by_factor: Mapping[str, tuple[str, ...]]
+
+    @property
+    def as_choice(self) -> Choice:
+        return dict(self.choice)
+
+
+def active_axes(mesh: Mesh) -> tuple[str, ...]:
+    """The axes larger than 1, outermost first: the only ones that choices and shardings mention."""
+    return tuple(name for name, size in mesh.axes if size > 1)
+
+
+def candidates(op: Op, problem: Problem, mesh: Mesh) -> list[Candidate]:
+    """Every choice of an op, fewest splits first. Raises ConstraintError if what is fixed leaves none."""
+    if op.rule is None:
+        return [whole_candidate(op, problem, mesh)]
+    fixed = problem.fixed.get(op.name, {})
+    found = [of_choice(op.rule, choice) for choice in _choices(op, mesh) if _obeys(choice, fixed)]
+    if not found:
+        wanted = ", ".join(f"{axis} splits {factor}" for axis, factor in fixed.items())
+        raise ConstraintError(
+            f"{op.name} = {op.kind} has no choice on {mesh} where {wanted}",
+            where=op.name,
+            hint="another mesh, or dropping the constraint",
+        )
+    return sorted(found, key=lambda candidate: sum(factor is not None for _, factor in candidate.choice))
+
+
+def whole_candidate(op: Op, problem: Problem, mesh: Mesh) -> Candidate:
+    """Every rank runs the op on whole tensors."""
+    uses = tuple(Use(Sharding.whole(len(problem.values[name].info.shape))) for name in op.operands)
+    results = tuple(
+        Sharding.whole(len(problem.values[name].info.shape)) if name in problem.values else Sharding.whole(0)
+        for name in op.results
+    )
+    return Candidate(tuple((axis, None) for axis in active_axes(mesh)), uses, results, {})
+
+
+def of_choice(rule: Rule, choice: tuple[tuple[str, str | None], ...]) -> Candidate:
+    """The Candidate of one choice; that it divides is the caller's business."""
+    sharded = _sharded(rule.operands, rule.results, rule.reduced, rule.sums, choice)
+    return Candidate(choice, sharded.uses, sharded.results, sharded.by_factor)
+
+
+@lru_cache(maxsize=65536)
+def _sharded(
+    operands: tuple[Dims, ...],
+    results: tuple[Dims, ...],
+    reduced: frozenset[str],
+    sums: tuple[tuple[int, ...], ...],
+    choice: tuple[tuple[str, str | None], ...],
+) -> Sharded:
+    """`Rule.shard`, which does not depend on sizes but for divisibility: ops of one form share the answer."""
+    sizes = {name: 1 for dims in (*operands, *results) for dim in dims for name in dim}
+    rule = Rule(operands, results, sizes, reduced=reduced, sums=sums)
+    return rule.shard(dict(choice), {axis: 1 for axis, _ in choice})
+
+
+def _choices(op: Op, mesh: Mesh) -> Iterator[tuple[tuple[str, str | None], ...]]:
+    rule = op.rule
+    assert rule is not None
+    axes = active_axes(mesh)
+    data = [axis for axis in axes if axis in DATA_AXES]
+    allowed = [name for name in rule.splittable() if name not in rule.special or rule.lowering in SUPPORTED_LOWERINGS]
+    data_options: list[str | None] = [None]
+    if data:
+        data_options += [name for name in allowed if op.logical.get(name) == "batch" and _divides(rule, name, mesh, data)]
+    tensor_options: list[str | None] = [None]
+    if TENSOR_AXIS in axes:
+        tensor_options += [name for name in allowed if _divides(rule, name, mesh, [TENSOR_AXIS])]
+        tensor_options += [sums_choice(group) for group in range(len(rule.sums))]
+    for batch in data_options:
+        for tensor in tensor_options:
+            if batch is not None and batch == tensor and not _divides(rule, batch, mesh, [*data, TENSOR_AXIS]):
+                continue
+            yield tuple((axis, batch if axis in DATA_AXES else tensor) for axis in axes)
+
+
+def _divides(rule: Rule, factor: str, mesh: Mesh, axes: Sequence[str]) -> bool:
+    return rule.sizes[factor] % mesh.size(*axes) == 0
+
+
+def _obeys(choice: tuple[tuple[str, str | None], ...], fixed: Choice) -> bool:
+    return all(axis not in fixed or fixed[axis] == factor for axis, factor in choice)
