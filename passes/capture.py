@@ -35,12 +35,18 @@ _log = logging.getLogger(__name__)
 
 
 def capture(
-    model: nn.Module, example_inputs: Mapping[str, Any], *, outputs: Sequence[str] = ("loss",), name: str | None = None
+    model: nn.Module,
+    example_inputs: Mapping[str, Any],
+    *,
+    outputs: Sequence[str] = ("loss",),
+    name: str | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Program:
     """Turn a module into a Program that computes the named outputs.
 
     A module that returns a mapping (a Transformers model) has its keys as output names; the items of a tuple are
     `output0`, `output1`, ...; a lone tensor is `output0`; `loss` also names the first scalar float output.
+    With `dtype`, floating-point parameters are taken to be of it (buffers, such as rotary frequencies, are not).
     Dropout is switched off (the capture is of evaluation mode, batch norms aside), with a note in the Program.
     Raises CaptureError when the model does not export, naming the place in the model.
     """
@@ -48,12 +54,12 @@ def capture(
     stacks = find_stacks(model)
     shortened = tuple(stack for stack in stacks if stack.kept < len(stack.kinds))
     try:
-        return _capture(model, example_inputs, outputs, title, stacks, shortened)
+        return _capture(model, example_inputs, outputs, title, stacks, shortened, dtype)
     except (FoldError, IndexError, KeyError, CaptureError) as error:
         if not shortened:
             raise error if isinstance(error, CaptureError) else CaptureError(str(error), where=title) from error
         _log.info("%s: layers cannot be folded before capture (%s); capturing all of them", title, error)
-        return _capture(model, example_inputs, outputs, title, stacks, ())
+        return _capture(model, example_inputs, outputs, title, stacks, (), dtype)
 
 
 def _capture(
@@ -63,11 +69,13 @@ def _capture(
     title: str,
     stacks: tuple[Stack, ...],
     shortened: tuple[Stack, ...],
+    dtype: torch.dtype | None,
 ) -> Program:
     with fake_mode():
 
         def fake(tensor: Tensor) -> Tensor:
-            return torch.empty(tensor.shape, dtype=tensor.dtype)
+            cast = dtype is not None and isinstance(tensor, nn.Parameter) and tensor.is_floating_point()
+            return torch.empty(tensor.shape, dtype=dtype if cast else tensor.dtype)
 
         copy = storage_free_copy(model, shortened, fake)
         inputs = {key: fake(value) if isinstance(value, Tensor) else value for key, value in example_inputs.items()}

@@ -74,6 +74,7 @@ class RankProgram:
     inputs: Mapping[str, Sharding]
     input_info: Mapping[str, TensorInfo]
     outputs: Mapping[str, str]
+    constants: Mapping[str, torch.Tensor]
     count: str | None
 
     def __str__(self) -> str:
@@ -102,6 +103,7 @@ def lower(program: Program, problem: Problem, solution: Solution, mesh: Mesh) ->
         {name: work.value_sharding(value) for value, name in source.items()},
         dict(program.inputs),
         dict(program.outputs),
+        program.constants,
         count,
     )
 

@@ -102,6 +102,8 @@ class Pricer:
             found = self._step_s.get(key)
             if found is None:
                 found = self._step_s[key] = self.prices.step_s(step, local)
+            if value.state and step.kind == "copy":  # the parameter store adds these up once per step, in buckets
+                found = (0.0, self.prices.state_sum_s(step.axis, local))
             forward, backward = forward + found[0], backward + found[1]
             if step.kind == "all_gather":
                 local *= self.sizes[step.axis]

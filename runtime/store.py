@@ -50,6 +50,12 @@ class Entry:
         return self.rows[1]
 
     @property
+    def dtype(self) -> torch.dtype:
+        """The dtype in which blocks take it; the parameter itself is the fp32 master."""
+        found: torch.dtype = getattr(torch, self.layout.info.dtype)
+        return found
+
+    @property
     def sums(self) -> tuple[str, ...]:
         return self.layout.grad_sums
 
@@ -101,15 +107,20 @@ class ParameterStore:
         """The tensors a call's block takes, in order."""
         wanted = [name for name in dict.fromkeys(names) if name in self.entries]
         if self.fsdp == 1 or not wanted:
-            return [self.entries[name].parameter if name in self.entries else self.buffers[name] for name in names]
+            return [self._compute_copy(name) if name in self.entries else self.buffers[name] for name in names]
         shards = [self.entries[name].parameter for name in wanted]
         whole = dict(zip(wanted, _GatherParameters.apply(self, call, wanted, *shards), strict=True))  # type: ignore[no-untyped-call]
         return [whole[name] if name in whole else self.buffers[name] for name in names]
 
+    def _compute_copy(self, name: str) -> Tensor:
+        """The parameter in the dtype that blocks take: itself, or a bf16 copy of the fp32 master."""
+        entry = self.entries[name]
+        return entry.parameter.to(entry.dtype)
+
     def gather(self, names: Sequence[str]) -> list[Tensor]:
         """Whole (but for tp) parameters from all ranks' rows, in one collective."""
         entries = [self.entries[name] for name in names]
-        local = torch.cat([_padded(entry.parameter.detach(), entry.chunk) for entry in entries])
+        local = torch.cat([_padded(entry.parameter.detach().to(entry.dtype), entry.chunk) for entry in entries])
         gathered = local.new_empty(self.fsdp, local.numel())
         dist.all_gather_single(gathered.view(-1), local, group=self.groups.group[FSDP])
         whole = []
@@ -124,7 +135,8 @@ class ParameterStore:
         result: dict[str, Tensor] = {}
         summed: list[tuple[Entry, Tensor]] = []
         for entry, gradient in zip(entries, gradients, strict=True):
-            whole = torch.zeros(entry.shape, dtype=entry.parameter.dtype, device=self.groups.device) if gradient is None else gradient
+            master = entry.parameter.dtype  # gradients are summed in the master's precision
+            whole = torch.zeros(entry.shape, dtype=master, device=self.groups.device) if gradient is None else gradient.to(master)
             if FSDP in entry.sums:
                 summed.append((entry, whole))
             else:

@@ -7,10 +7,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from autopar.cluster import Cluster
-from autopar.cost.communication import collective_s
+from autopar.cost.communication import collective_s, fixed_and_rate
 from autopar.cost.compute import Roofline
 from autopar.errors import UsageError
 from autopar.mesh import Mesh
@@ -25,7 +25,8 @@ PRECISIONS = ("fp32", "bf16")
 class Prices:
     """`item_bytes`: bytes per element by dtype, as the run holds it. `fused`: chains of pointwise ops run as one
     kernel. `parameter_s`: seconds per micro-batch that each element of a trainable parameter a rank stores costs
-    (optimizer traffic, data-parallel gradient reduction)."""
+    (optimizer traffic, data-parallel gradient reduction). `micro_batches`: how many share the sums of whole parameters'
+    gradients, which are made once per step."""
 
     cluster: Cluster
     mesh: Mesh
@@ -34,21 +35,34 @@ class Prices:
     item_bytes: Mapping[str, int] = field(hash=False)
     fused: bool = True
     parameter_s: float = 0.0
+    micro_batches: int = 1
 
     @staticmethod
-    def of(cluster: Cluster, mesh: Mesh, precision: str, problem: Problem, *, parameter_s: float = 0.0) -> Prices:
+    def of(
+        cluster: Cluster,
+        mesh: Mesh,
+        precision: str,
+        problem: Problem,
+        *,
+        parameter_s: float = 0.0,
+        micro_batches: int = 1,
+    ) -> Prices:
         """Prices of a run in `precision`; on CPU devices the ops run one by one, elsewhere compiled and fused."""
         if precision not in PRECISIONS:
             raise UsageError(f"unknown precision {precision!r}", hint=f"one of {', '.join(PRECISIONS)}")
         roofline = Roofline.of(cluster.device, precision)
         fused = cluster.device.name != "cpu"
-        return Prices(cluster, mesh, precision, roofline, item_bytes(problem, precision), fused, parameter_s)
-
-    def on(self, mesh: Mesh, parameter_s: float = 0.0) -> Prices:
-        return replace(self, mesh=mesh, parameter_s=parameter_s)
+        sizes = item_bytes(problem, precision)
+        return Prices(cluster, mesh, precision, roofline, sizes, fused, parameter_s, micro_batches)
 
     def collective_s(self, kind: str, axis: str, total_bytes: float) -> float:
         return collective_s(self.cluster, kind, self.mesh.sizes[axis], self.mesh.stride(axis), total_bytes)
+
+    def state_sum_s(self, axis: str, local_bytes: float) -> float:
+        """Seconds per micro-batch of summing a whole parameter's gradient over `axis` once per step, in buckets large
+        enough that only bytes count."""
+        _, rate = fixed_and_rate(self.cluster.links, "all_reduce", self.mesh.sizes[axis], self.mesh.stride(axis))
+        return rate * local_bytes / self.micro_batches
 
     def step_s(self, step: Step, local_bytes: float) -> tuple[float, float]:
         """(forward, backward) seconds of one reshard step that starts from `local_bytes`."""

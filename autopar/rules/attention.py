@@ -2,6 +2,7 @@
 
     heads equal     b h q d!, b h s! d!, b h s! d! -> b h q d!
     grouped heads   b (kv rep) q d!, b kv s! d!, b kv s! d! -> b (kv rep) q d!
+    one key head    b h q d!, b 1 s! d!, b 1 s! d! -> b h q d!
 
 Batch and heads split freely. The query length splits if each row knows what it may look at: a mask says so, or
 everything is visible. With `is_causal` the rows of a piece do not know their position, so the split needs the
@@ -22,18 +23,16 @@ def attention(call: OpCall) -> Rule | None:
     if len(query) < 3 or call.arg(4, "dropout_p", 0.0):
         return None
     causal = bool(call.arg(5, "is_causal", False))
-    grouped = bool(call.kwargs.get("enable_gqa", False)) and query[-3] != key[-3]
-    if grouped and key[-3] != value[-3]:
+    grouped = bool(call.kwargs.get("enable_gqa", False)) and 1 < key[-3] < query[-3]
+    if key[:-1] != value[:-1]:
         return None
     lead = ["b", *(f"b{index}" for index in range(1, len(query) - 3))][: len(query) - 3]
     heads = "(kv rep)" if grouped else "h"
     out = "d!" if query[-1] == value[-1] else "e!"
-    batch = " ".join(lead)
-    keys = f"{batch} {'kv' if grouped else 'h'} s!"
-    text = f"{batch} {heads} q d!, {keys} d!, {keys} {out}"
-    if len(call.operands) == 4:
-        text += ", " + _mask(call.shapes[3], [*lead, heads, "q", "s!"])
-    text += f" -> {batch} {heads} q {out}"
+    keys = [*lead, "kv" if grouped else "h", "s!"]
+    operands = [[*lead, heads, "q", "d!"], [*keys, "d!"], [*keys, out], [*lead, heads, "q", "s!"]]
+    parts = [_aligned(shape, factors) for shape, factors in zip(call.shapes, operands, strict=False)]
+    text = f"{', '.join(parts)} -> {_aligned(call.result_shapes[0], [*lead, heads, 'q', out])}"
     # Scores and weighted values: 2 b h q s d + 2 b h q s e operations, half of them under the diagonal.
     head, head_out = query[-1], value[-1]
     flops = 2.0 * (head + head_out) / (head if out == "d!" else head * head_out)
@@ -46,8 +45,8 @@ def attention(call: OpCall) -> Rule | None:
     )
 
 
-def _mask(shape: tuple[int, ...], factors: list[str]) -> str:
-    """The mask's dims, aligned at the right; dims of size 1 broadcast."""
+def _aligned(shape: tuple[int, ...], factors: list[str]) -> str:
+    """A tensor's dims, aligned at the right; dims of size 1 (one head of keys for all, a mask for all) broadcast."""
     own = factors[len(factors) - len(shape) :]
     return " ".join("1" if size == 1 else name for size, name in zip(shape, own, strict=True))
 

@@ -91,7 +91,7 @@ def slice_(call: OpCall) -> Rule | None:
 
 
 def narrow(call: OpCall) -> Rule | None:
-    return whole_dims(call, [dim_at(call.args[1], len(call.shapes[0]))], sums=FIRST)
+    return whole_dims(call, [dim_at(call.arg(1, "dim"), len(call.shapes[0]))], sums=FIRST)
 
 
 def slice_scatter(call: OpCall) -> Rule | None:
@@ -111,7 +111,7 @@ def slice_scatter(call: OpCall) -> Rule | None:
 def select_scatter(call: OpCall) -> Rule | None:
     """select_scatter(x, source, dim, index)."""
     shape = call.shapes[0]
-    dim, factors = dim_at(call.args[2], len(shape)), names(len(shape))
+    dim, factors = dim_at(call.arg(2, "dim"), len(shape)), names(len(shape))
     factors[dim] += "!"
     target = tokens(shape, factors)
     return call.parse(text_of([target, target[:dim] + target[dim + 1 :]], [target]), sums=((0, 1),))
@@ -121,7 +121,7 @@ def pad(call: OpCall) -> Rule | None:
     """pad(x, [before, after, ...] from the last dim, mode, value): padded dims are whole; linear unless it pads
     with a number other than 0."""
     rank = len(call.shapes[0])
-    amounts = call.args[1]
+    amounts = call.arg(1, "pad")
     constant = call.name.endswith("constant_pad_nd")
     mode, value = (
         ("constant", call.arg(2, "value", 0))
@@ -140,7 +140,9 @@ def roll(call: OpCall) -> Rule | None:
 
 
 def flip(call: OpCall) -> Rule | None:
-    return whole_dims(call, dims_at(call.args[1], len(call.shapes[0])) if call.args[1] else (), sums=FIRST)
+    return whole_dims(
+        call, dims_at(call.arg(1, "dims"), len(call.shapes[0])) if call.arg(1, "dims") else (), sums=FIRST
+    )
 
 
 def triangle(call: OpCall) -> Rule | None:
@@ -165,7 +167,7 @@ def difference(call: OpCall) -> Rule | None:
 
 def unfold(call: OpCall) -> Rule | None:
     """unfold(x, dim, size, step): windows along a whole dim; the window is a new last dim."""
-    shape, dim = call.shapes[0], dim_at(call.args[1], len(call.shapes[0]))
+    shape, dim = call.shapes[0], dim_at(call.arg(1, "dimension"), len(call.shapes[0]))
     factors = names(len(shape))
     factors[dim] += "!"
     result = [*factors, "w!"]

@@ -25,7 +25,7 @@ BINARY = words("""
     bitwise_right_shift bitwise_xor copysign eq floor_divide fmax fmin fmod ge gt hypot le logaddexp logical_and
     logical_or logical_xor lt maximum minimum ne pow remainder sigmoid_backward true_divide xlogy
 """)
-LINEAR = words("_to_copy alias clone contiguous conj deg2rad detach lift_fresh_copy neg positive real to")
+LINEAR = words("_to_copy alias clone contiguous conj deg2rad detach lift_fresh_copy neg positive real")
 
 
 def pointwise(
@@ -114,6 +114,11 @@ def first_like_second(call: OpCall) -> Rule | None:
     return call.parse(f"..., {' '.join(other)} -> ...", reduced=reduced, sums=linear)
 
 
+def converted(call: OpCall) -> Rule | None:
+    """to(x, dtype or device), to(x, other): other gives nothing but its dtype."""
+    return first_like_second(call) if len(call.operands) == 2 else pointwise(call, first, flops=0.0)
+
+
 def copy(call: OpCall) -> Rule | None:
     """copy(x, source): source broadcast to the shape of x, whose values are not read."""
     return pointwise(call, lambda call: ((1,),) if call.operands[1].is_float else (), flops=0.0)
@@ -148,6 +153,8 @@ RULES: Mapping[str, RuleFunction] = {
     "aten.addcmul": add_product,
     "aten.addcdiv": add_product,
     "aten.dropout": dropout,
+    "aten.polar": pointwise,
+    "aten.to": converted,
     "aten.type_as": first_like_second,
     "aten.copy": copy,
     "aten.glu": gated,

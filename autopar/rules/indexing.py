@@ -27,7 +27,7 @@ def embedding(call: OpCall) -> Rule | None:
 def index(call: OpCall) -> Rule | None:
     """index(x, [None, i, j, None]): tensors broadcast together; their dims stand where they stood, or in front
     if a None stands between them."""
-    indices = list(call.args[1])
+    indices = list(call.arg(1, "indices"))
     if any(isinstance(item, TensorInfo) and item.dtype in ("bool", "uint8") for item in indices):
         return None  # a mask: the size of the result depends on the data
     at = [dim for dim, item in enumerate(indices) if item is not None]
@@ -49,7 +49,7 @@ def index(call: OpCall) -> Rule | None:
 
 def index_select(call: OpCall) -> Rule | None:
     """index_select(x, dim, index)."""
-    shape, dim = call.shapes[0], dim_at(call.args[1], len(call.shapes[0]))
+    shape, dim = call.shapes[0], dim_at(call.arg(1, "dim"), len(call.shapes[0]))
     if len(call.shapes[1]) != 1:
         return None
     factors = names(len(shape))
@@ -112,7 +112,7 @@ def _aligned(x: tuple[int, ...], position: tuple[int, ...], dim: int) -> tuple[l
 
 def index_put(call: OpCall) -> Rule | None:
     """index_put(x, [i, j], values): indexed leading dims and the index's dims are whole, the rest splits."""
-    indices = list(call.args[1])
+    indices = list(call.arg(1, "indices"))
     if not indices or any(
         not isinstance(item, TensorInfo) or item.dtype in ("bool", "uint8") for item in indices
     ):

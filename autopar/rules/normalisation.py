@@ -18,7 +18,7 @@ def last_dims(call: OpCall) -> Rule | None:
     Further results (mean, rstd) have size 1 in the normalised dims.
     """
     x = call.shapes[0]
-    normal = len(call.args[1])
+    normal = len(call.arg(1, "normalized_shape"))
     names = [f"d{index}!" for index in range(normal)]
     lead = [f"l{index}" for index in range(len(x) - normal)]
     full = [*lead, *names]

@@ -1,4 +1,5 @@
-"""Reductions and scans: `sum` and `mean` of a split dim are partial sums; every other reduction keeps it whole."""
+"""Reductions, scans, orderings, pooling: `sum` and `mean` of a split dim are partial sums; every other reduction
+keeps it whole."""
 
 from __future__ import annotations
 
@@ -78,6 +79,13 @@ def ordered(call: OpCall, *, position: int, default: int = -1) -> Rule | None:
     return whole_dims(call, (dim_at(dim, len(shape)),) if shape else ())
 
 
+def pooled(call: OpCall, *, space: int, linear: bool = True) -> Rule | None:
+    """Pooling and resizing: windows run over the last `space` dims, which are whole; batch and channels split."""
+    rank = len(call.shapes[0])
+    floats = call.operands[0].is_float and linear
+    return whole_dims(call, range(rank - space, rank), sums=((0,),) if floats else ())
+
+
 def histogram(call: OpCall) -> Rule | None:
     """histc(x, bins, min, max): counts of the pieces add up, if the range does not depend on the data."""
     low, high = call.arg(2, "min", 0), call.arg(3, "max", 0)
@@ -112,4 +120,13 @@ RULES: Mapping[str, RuleFunction] = {
     "aten.sort": partial(ordered, position=1),
     "aten.argsort": partial(ordered, position=1),
     "aten.histc": histogram,
+    **{
+        f"aten.{kind}_pool{space}d": partial(pooled, space=space)
+        for kind in ("avg", "adaptive_avg")
+        for space in (1, 2, 3)
+    },
+    **{f"aten.max_pool{space}d": partial(pooled, space=space, linear=False) for space in (1, 2, 3)},
+    "aten.max_pool2d_with_indices": partial(pooled, space=2, linear=False),
+    "aten.upsample_nearest2d": partial(pooled, space=2),
+    "aten.upsample_bilinear2d": partial(pooled, space=2),
 }

@@ -40,12 +40,24 @@ RULES: dict[str, RuleFunction] = {
     **indexing.RULES,
     **loss.RULES,
 }
+_OURS = dict(RULES)
 
 
 def rule_for(call: OpCall) -> Rule | None:
-    """The rule of an op instance; None if there is none, and the op is kept whole."""
+    """The rule of an op instance; None if there is none, and the op is kept whole.
+
+    An instance that a rule of ours does not fit is kept whole as well (an overload nobody thought of); one that a
+    registered rule does not fit raises its ShardingError, since its author wants to know.
+    """
     function = RULES.get(call.name)
-    return function(call) if function else None
+    if function is None:
+        return None
+    try:
+        return function(call)
+    except ShardingError:
+        if function is _OURS.get(call.name):
+            return None
+        raise
 
 
 # ---- graph nodes ------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from autopar.errors import ShardingError
@@ -171,6 +171,14 @@ class Rule:
             results.append(sharding(dims, (*missing, *summed)))
         return Sharded(tuple(uses), tuple(results), by_factor)
 
+    def average_ways(self, sharded: Sharded, axis_sizes: Mapping[str, int]) -> int:
+        """By how much every piece of the result is divided so that pieces of an `average` add up to it."""
+        if not self.average:
+            return 1
+        return math.prod(
+            axis_sizes[axis] for factor in self.dropped for axis in sharded.by_factor.get(factor, ())
+        )
+
     def with_sizes(self, sizes: Mapping[str, int]) -> Rule:
         """The rule for other factor sizes (a smaller batch)."""
         return replace(self, sizes={**self.sizes, **sizes})
@@ -187,9 +195,6 @@ class Sharded:
     uses: tuple[Use, ...]
     results: tuple[Sharding, ...]
     by_factor: Mapping[str, tuple[str, ...]]
-
-
-RuleFunction = Callable[..., "Rule | None"]
 
 
 def split_text(text: str) -> tuple[list[str], list[str]]:

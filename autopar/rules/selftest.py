@@ -10,7 +10,6 @@ needs a lowering of its own (`special`) are listed as skipped: the plain op on p
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -228,17 +227,17 @@ class _Experiment:
         args, kwargs = map_leaves(
             (self.args, self.kwargs), lambda leaf: next(supply) if isinstance(leaf, torch.Tensor) else leaf
         )
-        scale = 1.0
+        ways = 1
         if whole_out is not None:
             args = localize(args, self.rule, sharded.results[0].local_shape(whole_out[0].shape, self.mesh))
-            scale = sharded_mean_scale(self.rule, sharded, self.mesh.sizes)
+            ways = self.rule.average_ways(sharded, self.mesh.sizes)
         try:
             results = _tensors(self.op(*args, **kwargs))
         except (RuntimeError, ValueError, IndexError, TypeError) as error:
             if whole_out is None:
                 raise
             self._fail(f"the op does not run on a piece: {str(error).splitlines()[0]}")
-        return [result * scale for result in results] if scale != 1.0 else results
+        return [result / ways for result in results] if ways > 1 else results
 
     def _backward(
         self,
@@ -302,14 +301,6 @@ class _Experiment:
             else "no `sums`"
         )
         raise ShardingError(f"{self.title}: {what}", hint=hint)
-
-
-def sharded_mean_scale(rule: Rule, sharded: Sharded, axis_sizes: Mapping[str, int]) -> float:
-    """What each piece's result is multiplied by so that the pieces of a mean add up: 1 / number of pieces."""
-    if not rule.average:
-        return 1.0
-    gone = [axis for factor, axes in sharded.by_factor.items() if factor in rule.dropped for axis in axes]
-    return 1.0 / math.prod(axis_sizes[axis] for axis in gone)
 
 
 def _tensors(value: Any) -> list[Tensor]:

@@ -103,10 +103,11 @@ def regroup(call: OpCall) -> Rule | None:
 
 def squeeze(call: OpCall) -> Rule | None:
     """squeeze(x, dims): a named dim that is not of size 1 stays, and must stay so on every device."""
-    if len(call.args) < 2:
+    if call.arg(1, "dim") is None:
         return None  # which dims go would depend on the size of the pieces
     shape = call.shapes[0]
-    named = dims_at(call.args[1], len(shape)) if call.args[1] not in ((), []) else ()
+    dims = call.arg(1, "dim")
+    named = dims_at(dims, len(shape)) if dims not in ((), []) else ()
     factors = [factor + ("!" if dim in named else "") for dim, factor in enumerate(names(len(shape)))]
     kept = [factor for dim, factor in enumerate(factors) if dim not in named or shape[dim] != 1]
     sizes = [size for dim, size in enumerate(shape) if dim not in named or size != 1]
@@ -115,7 +116,7 @@ def squeeze(call: OpCall) -> Rule | None:
 
 def unflatten(call: OpCall) -> Rule | None:
     """unflatten(x, dim, sizes): the sizes stay as they are written, so the dim they replace is whole."""
-    shape, dim = call.shapes[0], dim_at(call.args[1], len(call.shapes[0]))
+    shape, dim = call.shapes[0], dim_at(call.arg(1, "dim"), len(call.shapes[0]))
     factors = names(len(shape))
     factors[dim] += "!"
     new = len(call.result_shapes[0]) - len(shape) + 1
@@ -150,7 +151,7 @@ def transpose(call: OpCall) -> Rule | None:
 
 def movedim(call: OpCall) -> Rule | None:
     rank = len(call.shapes[0])
-    source, target = dims_at(call.args[1], rank), dims_at(call.args[2], rank)
+    source, target = dims_at(call.arg(1, "source"), rank), dims_at(call.arg(2, "destination"), rank)
     order: list[int | None] = [None] * rank
     for a, b in zip(source, target, strict=True):
         order[b] = a

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from autopar import functional
 from autopar.rules import elementwise
 
 
@@ -59,7 +60,6 @@ def _unary() -> dict[str, list[Example]]:
         "fill": [of(x(4, 6), 2.0)],
         "threshold": [of(x(4, 6), 0.1, 20.0)],
         "gelu": [of(x(4, 6)), of(x(4, 6), approximate="tanh")],
-        "to": [of(x(4, 6), torch.float32), of(x(4, 6), torch.int64)],
         "_to_copy": [
             of(x(4, 6), dtype=torch.float32),
             of(x(4, 6) * 9, dtype=torch.int64),
@@ -132,6 +132,8 @@ EXAMPLES: dict[str, list[Example]] = {
     "aten.addcmul": [of(x(4, 6), x(4, 6), x(6), value=0.5)],
     "aten.addcdiv": [of(x(4, 6), x(4, 6), positive(6), value=0.5)],
     "aten.dropout": [of(x(4, 6), 0.1, False), of(x(4, 6), 0.0, True)],
+    "aten.polar": [of(positive(4, 6), x(4, 6), gradients=False)],
+    "aten.to": [of(x(4, 6), torch.float32), of(x(4, 6), torch.int64), of(x(4, 6), ids(3, 12))],
     "aten.type_as": [of(x(4, 6), x(12)), of(x(4, 6), ids(4, 4, 6))],
     "aten.copy": [of(x(4, 6), x(4, 6), gradients=False), of(x(4, 6), x(6), gradients=False)],
     "aten.glu": [of(x(4, 12)), of(x(4, 6), 0)],
@@ -282,6 +284,12 @@ EXAMPLES: dict[str, list[Example]] = {
     "aten.sort": [of(x(4, 6)), of(x(4, 6), 0, True), of(x(4, 6), stable=True, dim=0)],
     "aten.argsort": [of(x(4, 6)), of(x(4, 6), 0)],
     "aten.histc": [of(ids(4, 12).double(), 4, 0, 3, gradients=False), of(x(12), 4, gradients=False)],
+    **{f"aten.{kind}_pool1d": [of(x(4, 6, 8), [2])] for kind in ("avg", "max", "adaptive_avg")},
+    **{f"aten.{kind}_pool2d": [of(x(4, 6, 4, 4), [2, 2])] for kind in ("avg", "max", "adaptive_avg")},
+    **{f"aten.{kind}_pool3d": [of(x(4, 2, 4, 2, 2), [2, 2, 2])] for kind in ("avg", "max", "adaptive_avg")},
+    "aten.max_pool2d_with_indices": [of(x(4, 6, 4, 4), [2, 2])],
+    "aten.upsample_nearest2d": [of(x(4, 6, 2, 2), [4, 4])],
+    "aten.upsample_bilinear2d": [of(x(4, 6, 2, 2), [4, 4], False)],
     # ---- normalisation
     "aten.layer_norm": [
         of(x(2, 4, 6), [6], x(6), x(6)),
@@ -300,6 +308,8 @@ EXAMPLES: dict[str, list[Example]] = {
         of(x(2, 4, 6, 2), x(2, 2, 6, 2), x(2, 2, 6, 4), x(2, 1, 6, 6), enable_gqa=True, scale=0.3),
         of(x(2, 4, 6, 2), x(2, 4, 6, 2), x(2, 4, 6, 2), bools(1, 4, 6, 6) | torch.eye(6, dtype=torch.bool)),
         of(x(4, 6, 2), x(4, 6, 2), x(4, 6, 2), x(6, 6)),
+        of(x(2, 4, 6, 2), x(2, 1, 6, 2), x(2, 1, 6, 2), bools(2, 1, 6, 6) | torch.eye(6, dtype=torch.bool)),
+        of(x(2, 4, 6, 2), x(2, 1, 6, 2), x(2, 1, 6, 2), None, 0.0, True, enable_gqa=True),
     ],
     # ---- look-ups
     "aten.embedding": [of(x(12, 6), ids(12, 4, 2)), of(x(12, 6), ids(12, 4), 3)],
@@ -340,24 +350,6 @@ EXAMPLES: dict[str, list[Example]] = {
 }
 
 
-def cross_entropy(
-    logits: torch.Tensor,
-    labels: torch.Tensor,
-    ignore: int = -100,
-    reduction: str = "mean",
-    smoothing: float = 0.0,
-) -> torch.Tensor:
-    """What `autopar.cross_entropy` computes."""
-    loss = torch.nn.functional.cross_entropy(
-        logits.flatten(0, -2),
-        labels.flatten(),
-        ignore_index=ignore,
-        reduction=reduction,
-        label_smoothing=smoothing,
-    )
-    return loss.view(labels.shape) if reduction == "none" else loss
-
-
 def grouped_mm(rows: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
     """A plain form of Transformers' `grouped_mm_fallback`."""
     starts = [0, *offsets.tolist()]
@@ -365,7 +357,7 @@ def grouped_mm(rows: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) 
 
 
 OPS: dict[str, Callable[..., Any]] = {
-    "autopar.cross_entropy": cross_entropy,
+    "autopar.cross_entropy": functional.cross_entropy,
     "transformers.grouped_mm_fallback": grouped_mm,
 }
 

@@ -19,7 +19,9 @@ NOT_OPS = {"aten._assert_tensor_metadata", "_operator.getitem"}
 
 def op_nodes(name: str) -> list[Node]:
     program, _ = exported(name)
-    return [node for node in program.graph.nodes if node.op == "call_function" and op_name(node) not in NOT_OPS]
+    return [
+        node for node in program.graph.nodes if node.op == "call_function" and op_name(node) not in NOT_OPS
+    ]
 
 
 @pytest.mark.parametrize("name", [*DENSE, *EXPERTS])
@@ -48,10 +50,16 @@ class _Checker(Interpreter):
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         name = target._schema.name.replace("::", ".") if hasattr(target, "_schema") else ""
         if target is torch.ops.aten.view.default:
-            target = torch.ops.aten.reshape.default  # strides of a kernel's result differ from those at capture
+            target = (
+                torch.ops.aten.reshape.default
+            )  # strides of a kernel's result differ from those at capture
         result = super().call_function(target, args, kwargs)
         if name and name not in NOT_OPS:
-            operands = [leaf for leaf in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+            operands = [
+                leaf
+                for leaf in torch.utils._pytree.tree_leaves((args, kwargs))
+                if isinstance(leaf, torch.Tensor)
+            ]
             gradients = any(operand.is_floating_point() for operand in operands) and name not in NO_GRADIENT
             report = check_rule(
                 target,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from itertools import pairwise
 
 import pytest
 import torch
@@ -11,18 +13,23 @@ from hypothesis import strategies as st
 from rule_examples import EXAMPLES, OPS, Example, op_of
 
 from autopar.errors import ShardingError
+from autopar.mesh import Mesh
 from autopar.rules import RULES, check_rule, register_rule, unregister_rule
+from autopar.rules.shapes import factor_reshape
 
 CASES = [
     pytest.param(name, example, id=f"{name}-{index}")
     for name, examples in EXAMPLES.items()
     for index, example in enumerate(examples)
 ]
+MESH_OF_TWO = (Mesh((("x", 2),)),)
 QUICK = settings(max_examples=40, deadline=None)
 
 
 def test_every_rule_has_an_example() -> None:
-    assert set(EXAMPLES) == {name for name in RULES if name.split(".")[0] in ("aten", "autopar", "transformers")}
+    assert set(EXAMPLES) == {
+        name for name in RULES if name.split(".")[0] in ("aten", "autopar", "transformers")
+    }
 
 
 @pytest.mark.parametrize(("name", "example"), CASES)
@@ -39,7 +46,13 @@ def test_what_is_skipped_is_only_what_needs_its_own_lowering() -> None:
     for name, examples in EXAMPLES.items():
         for example in examples:
             report = check_rule(
-                op_of(name), example.args, name, example.kwargs, gradients=False, values=False, meshes=MESH_OF_TWO
+                op_of(name),
+                example.args,
+                name,
+                example.kwargs,
+                gradients=False,
+                values=False,
+                meshes=MESH_OF_TWO,
             )
             skipped |= {(name, report.rule.lowering) for _ in report.skipped}
 
@@ -57,8 +70,12 @@ FACTORS = st.lists(st.sampled_from([1, 2, 3, 4, 6]), min_size=1, max_size=5)
 
 def grouped(draw: st.DrawFn, factors: list[int]) -> list[int]:
     """The factors multiplied together in runs: a shape with the same number of elements."""
-    cuts = [0, *sorted(draw(st.sets(st.integers(1, len(factors) - 1))) if len(factors) > 1 else []), len(factors)]
-    return [math.prod(factors[a:b]) for a, b in zip(cuts, cuts[1:], strict=False)]
+    cuts = [
+        0,
+        *sorted(draw(st.sets(st.integers(1, len(factors) - 1))) if len(factors) > 1 else []),
+        len(factors),
+    ]
+    return [math.prod(factors[a:b]) for a, b in pairwise(cuts)]
 
 
 @st.composite
@@ -81,13 +98,13 @@ def test_any_reshape_splits_right(shapes: tuple[list[int], list[int]]) -> None:
 @QUICK
 @given(FACTORS, FACTORS)
 def test_a_reshape_there_and_back_splits_alike(a: list[int], b: list[int]) -> None:
-    from autopar.rules.shapes import factor_reshape
-
     source, target = [math.prod(a), *b], [*a, math.prod(b)]
 
     there, back = factor_reshape(source, target), factor_reshape(target, source)
 
-    assert {there.sizes[name] for name in there.splittable()} == {back.sizes[name] for name in back.splittable()}
+    assert {there.sizes[name] for name in there.splittable()} == {
+        back.sizes[name] for name in back.splittable()
+    }
 
 
 @st.composite
@@ -120,13 +137,9 @@ def test_any_matmul_splits_right(batch: tuple[list[int], list[int]], m: int, k: 
 
 # ---- the self-test must be able to fail -------------------------------------------------------------------
 
-from autopar.mesh import Mesh  # noqa: E402
-
-MESH_OF_TWO = (Mesh((("x", 2),)),)
-
 
 @pytest.fixture
-def op_name() -> object:
+def op_name() -> Iterator[str]:
     yield "test_rules.op"
     if "test_rules.op" in RULES:
         unregister_rule("test_rules.op")
@@ -140,10 +153,10 @@ def test_a_softmax_split_along_its_dim_is_caught(op_name: str) -> None:
 
 
 def test_a_wrong_size_of_a_piece_is_caught(op_name: str) -> None:
-    register_rule(op_name, "b -> c! b")
+    register_rule(op_name, "b -> b")
 
     with pytest.raises(ShardingError, match="has shape"):
-        check_rule(lambda x: x.expand(2, 4).reshape(2, -1)[:, :1].expand(2, 4), (torch.randn(4),), op_name)
+        check_rule(lambda x: torch.zeros(4) + x.sum(), (torch.randn(4),), op_name)
 
 
 def test_partial_sums_through_a_nonlinear_op_are_caught(op_name: str) -> None:

@@ -54,7 +54,9 @@ def _experts(model: Any) -> Model:
 
 def _bert() -> Model:
     small = {key: DECODER[key] for key in DECODER if key != "num_key_value_heads"}
-    return _text(hf.BertForMaskedLM(hf.BertConfig(**small)), attention_mask=torch.ones(2, 8, dtype=torch.int64))
+    return _text(
+        hf.BertForMaskedLM(hf.BertConfig(**small)), attention_mask=torch.ones(2, 8, dtype=torch.int64)
+    )
 
 
 def _gpt2() -> Model:
@@ -90,13 +92,22 @@ DENSE: dict[str, Callable[[], Model]] = {
     "bert": _bert,
     "vit": _vit,
     "t5": _t5,
+    "falcon": lambda: _decoder(
+        hf.FalconForCausalLM(
+            hf.FalconConfig(
+                vocab_size=64, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, **TOKENS
+            )
+        )
+    ),
     "nemotron": lambda: _decoder(hf.NemotronForCausalLM(hf.NemotronConfig(**DECODER))),
 }
 EXPERTS: dict[str, Callable[[], Model]] = {
     "mixtral": lambda: _experts(hf.MixtralForCausalLM(hf.MixtralConfig(**DECODER, num_local_experts=4))),
     "qwen3-moe": lambda: _experts(
         hf.Qwen3MoeForCausalLM(
-            hf.Qwen3MoeConfig(**DECODER, head_dim=8, num_experts=4, moe_intermediate_size=16, num_experts_per_tok=2)
+            hf.Qwen3MoeConfig(
+                **DECODER, head_dim=8, num_experts=4, moe_intermediate_size=16, num_experts_per_tok=2
+            )
         )
     ),
     "deepseek-v3": lambda: _experts(hf.DeepseekV3ForCausalLM(hf.DeepseekV3Config(**DEEPSEEK))),

@@ -1,0 +1,381 @@
+"""The Python interface: plan, compile, load_plan; Compiled.
+
+    import autopar
+    plan = autopar.plan("llama-3.1-8b", "h100:8x8", batch=128, seq=8192)     # no GPU, nothing allocated
+    print(plan)
+
+    compiled = autopar.compile(model, "cpu:4", example_inputs)               # under torchrun
+    for batch in batches:
+        print(compiled.train_step(batch).loss)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from autopar.cluster import Cluster, load_cluster
+from autopar.errors import PlanError, UsageError
+from autopar.mesh import Mesh
+from autopar.models.model_source import ModelSource
+from autopar.models.source import find_model
+from autopar.passes.axes import name_axes
+from autopar.passes.capture import capture
+from autopar.passes.lower import RankProgram, lower
+from autopar.passes.placement import solve
+from autopar.passes.problem import build_problem
+from autopar.passes.propagate import check_fixed, parse_constraint, propagate
+from autopar.passes.restore import solution_of
+from autopar.passes.search import search
+from autopar.plan import Plan, fingerprint
+from autopar.problem import Problem
+from autopar.program import Program
+from autopar.runtime.checkpoint import load_checkpoint, save_checkpoint
+from autopar.runtime.generate import NextToken
+from autopar.runtime.groups import join_mesh
+from autopar.runtime.model import RankModel
+from autopar.runtime.store import ParameterStore
+from autopar.runtime.trainer import StepResult, Trainer
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+Progress = Callable[[str], None]
+
+DTYPES: Mapping[str, torch.dtype | None] = {"fp32": None, "bf16": torch.bfloat16}
+
+
+def plan(
+    model: str | nn.Module | PretrainedConfig | ModelSource,
+    cluster: str | Path | Cluster,
+    *,
+    batch: int | None = None,
+    seq: int | None = None,
+    example_inputs: Mapping[str, Tensor] | None = None,
+    fix: Sequence[str] = (),
+    mesh: str | Mesh | None = None,
+    micro_batches: int | None = None,
+    recompute: str | None = None,
+    precision: str | None = None,
+    dump: str | Path | None = None,
+    progress: Progress | None = None,
+) -> Plan:
+    """The fastest plan found for training `model` on `cluster` that fits in memory.
+
+    model          a published name, checkpoint folder, `file.py:function`, module or Transformers config
+    cluster        `h100:64x8`, `cpu:4`, `local`, a YAML file or a Cluster
+    batch, seq     sequences per step over the whole cluster, and tokens per sequence (default: the example's,
+                   else 8 and 128)
+    fix            constraints: `heads=tp`, `model.layers.*.mlp.up_proj.weight=[_@tp, _]`
+    mesh           sizes to use instead of searching: `dp=2,fsdp=1,tp=2`
+    micro_batches, recompute ("none", "full"), precision ("fp32", "bf16"; default fp32 on cpu, else bf16)
+    dump           a folder that gets the Program as text after every pass
+    progress       called with a line as each pass starts
+
+    Raises an AutoparError that says what is wrong and what to try; nothing is allocated on any device.
+    """
+    tell = progress or (lambda _: None)
+    source = _source(model)
+    where = load_cluster(cluster)
+    form = _form(source, example_inputs, batch, seq)
+    chosen = precision or ("fp32" if where.device.name == "cpu" else "bf16")
+    if chosen not in DTYPES:
+        raise UsageError(f"unknown precision {chosen!r}", hint=f"one of {', '.join(DTYPES)}")
+    constraints = [parse_constraint(text) for text in fix]
+    fixed_mesh = _mesh(mesh, where.device_count)
+    prepared = _prepare(source, form, chosen, tell, dump=dump)
+    tell("propagating constraints")
+    problem, notes = propagate(prepared.problem, prepared.program, constraints)
+    if fixed_mesh is not None:
+        check_fixed(problem, fixed_mesh, fix)
+    if dump is not None:
+        _dump(Path(dump), "problem", str(problem))
+    tell("searching")
+    found = search(
+        prepared.program,
+        problem,
+        where,
+        batch=form.batch,
+        seq=form.seq,
+        precision=chosen,
+        mesh=fixed_mesh,
+        micro_batches=micro_batches,
+        recompute=recompute,
+        constraints=tuple(fix),
+        task=source.task,
+        progress=progress,
+    )
+    found = found.model_copy(update={"notes": (*found.notes, *prepared.program.notes, *notes[:20])})
+    if dump is not None:
+        rank_program = _lower(source, form, found, tell)
+        _dump(Path(dump), "lowered", str(rank_program))
+        _dump(Path(dump), "plan", found.to_json())
+    return found
+
+
+def load_plan(path: str | Path) -> Plan:
+    """Read a plan; checks all of it and runs no code. Raises PlanError."""
+    return Plan.load(path)
+
+
+def compile(
+    model: str | nn.Module | PretrainedConfig | ModelSource,
+    cluster: str | Path | Cluster | None = None,
+    example_inputs: Mapping[str, Tensor] | None = None,
+    *,
+    plan: Plan | str | Path | None = None,
+    compiled: bool = False,
+    progress: Progress | None = None,
+    **options: Any,
+) -> Compiled:
+    """Plan (or take a plan for) a model, and make the program that runs it.
+
+    Takes the options of `autopar.plan`. `compiled=True` runs the blocks through torch.compile. The processes of the
+    mesh must be running (torchrun) by the first `train_step`; `.plan` and `.rank_program` need none.
+    """
+    source = _source(model)
+    if plan is None:
+        if cluster is None:
+            raise UsageError("compile needs a cluster or a plan", hint="compile(model, 'cpu:4', example_inputs)")
+        from autopar.api import plan as make_plan
+
+        chosen = make_plan(source, cluster, example_inputs=example_inputs, progress=progress, **options)
+    else:
+        chosen = plan if isinstance(plan, Plan) else Plan.load(plan)
+    form = _form(source, example_inputs, chosen.data.batch, chosen.data.seq)
+    return Compiled(chosen, source, _lower(source, form, chosen, progress or (lambda _: None)), compiled)
+
+
+class Compiled:
+    """A planned model: its plan, the program each rank runs, and, once processes run, the training step.
+
+    Attributes: `plan`; `rank_program`; `optimizer` (AdamW by default; set any torch optimizer over
+    `parameters.values()`); `max_norm` (gradients are clipped to this global norm, None for never).
+    """
+
+    def __init__(self, plan: Plan, source: ModelSource, rank_program: RankProgram, use_compile: bool) -> None:
+        self.plan, self.rank_program, self._source, self._use_compile = plan, rank_program, source, use_compile
+        self._trainer: Trainer | None = None
+
+    def start(
+        self,
+        *,
+        lr: float = 3e-4,
+        weight_decay: float = 0.0,
+        max_norm: float | None = 1.0,
+        optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None = None,
+        timeout_s: float = 300.0,
+    ) -> Compiled:
+        """Join the mesh and take this rank's share of the weights (called by the first step if not before)."""
+        if self._trainer is not None:
+            return self
+        groups = join_mesh(self.rank_program.mesh, timeout_s=timeout_s)
+        module = self._source.load() if self._source.load is not None else self._source.build()
+        store = ParameterStore(self.rank_program, groups, _state_of(module, self.rank_program.constants))
+        model = RankModel(
+            self.rank_program, groups, store, compiled=self._use_compile, recompute=self.plan.recompute == "full"
+        )
+        trainable = [parameter for parameter in store.parameters.values() if parameter.requires_grad]
+        make = optimizer or (lambda parameters: torch.optim.AdamW(parameters, lr=lr, weight_decay=weight_decay))
+        self._trainer = Trainer(model, make(trainable), micro_batches=self.plan.data.micro_batches, max_norm=max_norm)
+        return self
+
+    @property
+    def trainer(self) -> Trainer:
+        self.start()
+        assert self._trainer is not None
+        return self._trainer
+
+    @property
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """This rank's share of every parameter, by name."""
+        return self.trainer.model.store.parameters
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        return self.trainer.optimizer
+
+    @optimizer.setter
+    def optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        self.trainer.optimizer = optimizer
+
+    @property
+    def max_norm(self) -> float | None:
+        return self.trainer.max_norm
+
+    @max_norm.setter
+    def max_norm(self, max_norm: float | None) -> None:
+        self.trainer.max_norm = max_norm
+
+    def train_step(self, batch: Mapping[str, Tensor]) -> StepResult:
+        """One optimizer step on a whole batch (every rank is given the same one and takes its piece)."""
+        return self.trainer.step(batch)
+
+    def whole_gradient(self, name: str) -> Tensor:
+        """The unsharded gradient of a parameter, after `trainer.gradients(batch)`. All ranks must call it."""
+        store = self.trainer.model.store
+        gradient = store.entries[name].parameter.grad
+        return store.whole(name, torch.zeros_like(store.entries[name].parameter) if gradient is None else gradient)
+
+    def save(self, folder: str | Path) -> None:
+        """Save parameters, optimizer and step as whole tensors. All ranks must call it."""
+        about = {"model": self.plan.model.name, "fingerprint": self.plan.model.fingerprint}
+        save_checkpoint(Path(folder), self.trainer, about=about)
+
+    def load(self, folder: str | Path) -> None:
+        """Go on from a saved run, of this plan or another one for the same model. All ranks must call it."""
+        about = load_checkpoint(Path(folder), self.trainer)
+        if about.get("fingerprint", self.plan.model.fingerprint) != self.plan.model.fingerprint:
+            raise PlanError(
+                f"the checkpoint is of {about.get('model')}, the plan of {self.plan.model.name}", where=str(folder)
+            )
+
+
+def generator(
+    model: str | nn.Module | PretrainedConfig | ModelSource, processes: int, *, rows: int, length: int
+) -> RankModel:
+    """A model's forward, placed over `processes` ranks by tensor parallelism, for `runtime.generate.generate`.
+
+    `rows` prompts of at most `length` tokens, new ones included. Every rank must call it.
+    """
+    source = _source(model)
+    module = source.load() if source.load is not None else source.build()
+    module.requires_grad_(False)
+    wrapped = NextToken(module)
+    inputs = {"input_ids": torch.zeros(rows, length, dtype=torch.int64), "last": torch.zeros(rows, dtype=torch.int64)}
+    program = capture(wrapped, inputs, outputs=("logits",), name=source.name)
+    prepared = _passes(program, lambda _: None, None)
+    mesh = Mesh.of({"dp": 1, "fsdp": 1, "tp": processes})
+    from autopar.cost.prices import Prices
+
+    cluster = load_cluster(f"cpu:{processes}")
+    solution = solve(prepared.problem, mesh, Prices.of(cluster, mesh, "fp32", prepared.problem))
+    rank_program = lower(prepared.program, prepared.problem, solution, mesh)
+    groups = join_mesh(mesh)
+    return RankModel(rank_program, groups, ParameterStore(rank_program, groups, _state_of(wrapped, program.constants)))
+
+
+# ---- parts ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Form:
+    """The shapes a model is captured with: the whole batch's inputs, as tensors without storage."""
+
+    inputs: Mapping[str, Any]
+    batch: int
+    seq: int
+
+    def of_batch(self, batch: int) -> dict[str, Any]:
+        """The same inputs for another number of sequences."""
+        return {
+            name: value.new_empty((batch, *value.shape[1:])) if isinstance(value, Tensor) and value.dim() else value
+            for name, value in self.inputs.items()
+        }
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    program: Program
+    problem: Problem
+
+
+def _source(model: str | nn.Module | PretrainedConfig | ModelSource) -> ModelSource:
+    return model if isinstance(model, ModelSource) else find_model(model)
+
+
+def _form(
+    source: ModelSource, example_inputs: Mapping[str, Tensor] | None, batch: int | None, seq: int | None
+) -> _Form:
+    if example_inputs is None:
+        with torch.device("meta"):
+            inputs: Mapping[str, Any] = source.example_inputs(batch or 8, seq or 128)
+    else:
+        inputs = {name: value.to("meta") if isinstance(value, Tensor) else value for name, value in example_inputs.items()}
+    tensors = [value for value in inputs.values() if isinstance(value, Tensor) and value.dim()]
+    if not tensors:
+        raise UsageError("the example inputs hold no tensor with a batch dim", hint="{'input_ids': ..., 'labels': ...}")
+    found = int(tensors[0].shape[0])
+    odd = [name for name, value in inputs.items() if isinstance(value, Tensor) and value.dim() and value.shape[0] != found]
+    if odd:
+        raise UsageError(f"the example inputs have different batch sizes: {odd[0]} has {inputs[odd[0]].shape[0]}, another {found}")
+    form = _Form(inputs, found, seq or next((int(value.shape[1]) for value in tensors if value.dim() == 2), 1))
+    if batch is not None and batch != found:
+        form = _Form(form.of_batch(batch), batch, form.seq)
+    return form
+
+
+def _mesh(mesh: str | Mesh | None, devices: int) -> Mesh | None:
+    """`tp=2` or `dp=2,tp=2` with the axes left out at size 1 (dp takes what is left when it is left out)."""
+    if mesh is None:
+        return None
+    given = (Mesh.parse(mesh) if isinstance(mesh, str) else mesh).sizes
+    unknown = set(given) - {"dp", "fsdp", "tp"}
+    if unknown:
+        raise UsageError(f"mesh {mesh}: unknown axis {sorted(unknown)[0]!r}", hint="axes dp, fsdp and tp")
+    rest = given.get("fsdp", 1) * given.get("tp", 1)
+    if "dp" not in given and devices % rest:
+        raise UsageError(f"mesh {mesh}: {rest} does not divide the {devices} devices of the cluster")
+    sizes = {"dp": given.get("dp", devices // rest), "fsdp": given.get("fsdp", 1), "tp": given.get("tp", 1)}
+    full = Mesh.of(sizes)
+    if full.device_count != devices:
+        raise UsageError(f"mesh {full} has {full.device_count} devices, the cluster {devices}", hint="sizes whose product is that")
+    return full
+
+
+def _prepare(source: ModelSource, form: _Form, precision: str, tell: Progress, *, dump: str | Path | None = None) -> _Prepared:
+    tell(f"building {source.name}")
+    with torch.device("meta"):
+        module = source.build()
+    tell("capturing")
+    program = capture(module, form.inputs, name=source.name, dtype=DTYPES[precision])
+    return _passes(program, tell, None if dump is None else Path(dump))
+
+
+def _passes(program: Program, tell: Progress, dump: Path | None) -> _Prepared:
+    if dump is not None:
+        _dump(dump, "capture", str(program))
+    tell("naming axes")
+    program, axes = name_axes(program)
+    if dump is not None:
+        _dump(dump, "axes", str(program))
+    return _Prepared(program, build_problem(program, axes))
+
+
+def _lower(source: ModelSource, form: _Form, plan: Plan, tell: Progress) -> RankProgram:
+    """The rank program of a plan; checks that the plan is for this model."""
+    mesh = plan.parsed_mesh
+    micro = _Form(form.of_batch(form.batch // plan.data.micro_batches), form.batch // plan.data.micro_batches, form.seq)
+    prepared = _prepare(source, micro, plan.precision, tell)
+    found = fingerprint(prepared.program)
+    if found != plan.model.fingerprint:
+        raise PlanError(
+            f"the plan is for another model: {plan.model.name} with {plan.model.parameters:,} parameters, "
+            f"this is {source.name} with {prepared.program.parameter_count:,}",
+            where="plan.model.fingerprint",
+            hint="the model the plan was made for, or a new plan",
+        )
+    tell("lowering")
+    return lower(prepared.program, prepared.problem, solution_of(plan, prepared.problem), mesh)
+
+
+def _state_of(module: nn.Module, constants: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    state: dict[str, Tensor] = dict(constants)
+    state.update(module.named_buffers(remove_duplicate=False))
+    state.update(module.named_parameters(remove_duplicate=False))
+    return state
+
+
+_ORDER = ("capture", "axes", "problem", "lowered", "plan")
+
+
+def _dump(folder: Path, name: str, text: str) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    suffix = "json" if name == "plan" else "txt"
+    (folder / f"{_ORDER.index(name) + 1}-{name}.{suffix}").write_text(text + "\n")
+

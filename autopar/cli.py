@@ -1,0 +1,382 @@
+"""The `autopar` command.
+
+    autopar plan llama-3.1-405b --cluster h100:2048x8 --batch 2048 --seq 8192 -o plan.json
+    autopar train MODEL --cluster cpu:4 --steps 30
+    autopar generate MODEL "The capital of France is" --processes 2
+
+Standard output is the result (with --json, JSON and nothing else); progress and errors go to standard error. Exit
+codes: 0 done; 2 the request cannot be understood; 3 cluster; 4 model; 5 sharding or constraint; 6 no plan fits;
+7 plan file; 8 training; 1 anything else.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from autopar.errors import AutoparError, UsageError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from autopar.api import Compiled
+    from autopar.models.model_source import ModelSource
+    from autopar.plan import Plan
+
+app = typer.Typer(
+    help="Finds the fastest parallel plan for a PyTorch model on a cluster, and runs it.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+ModelArgument = Annotated[
+    str, typer.Argument(help="a published name (autopar models), a checkpoint folder, or file.py:function", metavar="MODEL")
+]
+ClusterOption = Annotated[str, typer.Option("--cluster", "-c", help="h100:64x8, cpu:4, local, or a YAML file (autopar devices)")]
+BatchOption = Annotated[int, typer.Option("--batch", min=1, help="sequences per step over the whole cluster")]
+SeqOption = Annotated[int, typer.Option("--seq", min=1, help="tokens per sequence")]
+FixOption = Annotated[
+    list[str] | None, typer.Option("--fix", help="a constraint, such as heads=tp or 'model.layers.*.up_proj.weight=[_@tp, _]'")
+]
+MeshOption = Annotated[str | None, typer.Option("--mesh", help="sizes to use instead of searching: dp=2,fsdp=1,tp=2")]
+MicroOption = Annotated[int | None, typer.Option("--micro-batches", min=1, help="gradient accumulation steps (default: searched)")]
+RecomputeOption = Annotated[str | None, typer.Option("--recompute", help="none or full (default: searched)")]
+PrecisionOption = Annotated[str | None, typer.Option("--precision", help="fp32 or bf16 (default: fp32 on cpu, else bf16)")]
+JsonOption = Annotated[bool, typer.Option("--json", help="JSON on standard output, everything else on standard error")]
+QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="no progress")]
+
+
+@app.command()
+def plan(
+    model: ModelArgument,
+    cluster: ClusterOption = "local",
+    batch: BatchOption = 8,
+    seq: SeqOption = 128,
+    fix: FixOption = None,
+    mesh: MeshOption = None,
+    micro_batches: MicroOption = None,
+    recompute: RecomputeOption = None,
+    precision: PrecisionOption = None,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="write the plan to this file")] = None,
+    dump: Annotated[Path | None, typer.Option("--dump", help="a folder that gets the program as text after every pass")] = None,
+    as_json: JsonOption = False,
+    quiet: QuietOption = False,
+) -> None:
+    """Find the fastest plan for training MODEL on a cluster, and say why."""
+    from autopar import api
+
+    with _progress(quiet) as tell:
+        found = api.plan(
+            model,
+            cluster,
+            batch=batch,
+            seq=seq,
+            fix=fix or (),
+            mesh=mesh,
+            micro_batches=micro_batches,
+            recompute=recompute,
+            precision=precision,
+            dump=dump,
+            progress=tell,
+        )
+    if output is not None:
+        found.save(output)
+    print(found.to_json() if as_json else found.page())
+    if output is not None and not quiet:
+        print(f"plan written to {output}", file=sys.stderr)
+
+
+@app.command()
+def diff(one: Annotated[Path, typer.Argument()], other: Annotated[Path, typer.Argument()]) -> None:
+    """Show where two plan files differ; exit code 1 if they do."""
+    from autopar.plan import Plan
+
+    text = Plan.load(one).diff(Plan.load(other))
+    if text:
+        print(text)
+        raise typer.Exit(1)
+
+
+@app.command()
+def train(
+    model: ModelArgument,
+    cluster: ClusterOption = "local",
+    plan_file: Annotated[Path | None, typer.Option("--plan", help="train with this plan instead of making one")] = None,
+    batch: BatchOption = 8,
+    seq: SeqOption = 128,
+    steps: Annotated[int, typer.Option("--steps", min=1, help="the step to train up to")] = 30,
+    lr: Annotated[float, typer.Option("--lr", help="AdamW's learning rate")] = 3e-4,
+    weight_decay: Annotated[float, typer.Option("--weight-decay")] = 0.0,
+    max_norm: Annotated[float, typer.Option("--max-norm", help="clip the global gradient norm to this; 0: never")] = 1.0,
+    data: Annotated[str, typer.Option("--data", help="a text file, or 'pydoc': the help texts that ship with Python")] = "pydoc",
+    tokenizer: Annotated[Path | None, typer.Option("--tokenizer", help="a folder with tokenizer.json (default: MODEL's)")] = None,
+    seed: Annotated[int, typer.Option("--seed", help="of the random weights and of the order of the data")] = 0,
+    out: Annotated[Path | None, typer.Option("--out", help="folder for checkpoints")] = None,
+    save_every: Annotated[int, typer.Option("--save-every", min=0, help="steps between checkpoints; 0: only the last")] = 0,
+    resume: Annotated[bool, typer.Option("--resume", help="go on from the checkpoint in --out")] = False,
+    compiled: Annotated[bool, typer.Option("--compile", help="run the blocks through torch.compile")] = False,
+    fix: FixOption = None,
+    mesh: MeshOption = None,
+    micro_batches: MicroOption = None,
+    recompute: RecomputeOption = None,
+    precision: PrecisionOption = None,
+    timeout: Annotated[float, typer.Option("--timeout", help="seconds after which a collective gives up")] = 300.0,
+    as_json: JsonOption = False,
+    quiet: QuietOption = False,
+) -> None:
+    """Train MODEL with the plan found for the cluster, on one process per device of this machine.
+
+    Under torchrun (any launcher that sets WORLD_SIZE) this process is one rank; else the ranks are started here.
+    """
+    from autopar import api
+    from autopar.plan import Plan
+    from autopar.runtime.launch import launch, launched
+
+    if resume and out is None:
+        raise UsageError("--resume needs --out, the folder with the checkpoint")
+    if plan_file is None:
+        if launched() and int(os.environ["WORLD_SIZE"]) > 1:
+            raise UsageError("under torchrun a plan must be given", hint="autopar plan ... -o plan.json, then --plan plan.json")
+        with _progress(quiet) as tell:
+            chosen = api.plan(
+                model,
+                cluster,
+                batch=batch,
+                seq=seq,
+                fix=fix or (),
+                mesh=mesh,
+                micro_batches=micro_batches,
+                recompute=recompute,
+                precision=precision,
+                progress=tell,
+            )
+    else:
+        chosen = Plan.load(plan_file)
+    processes = chosen.parsed_mesh.device_count
+    if processes > 1 and not launched():
+        limit = os.cpu_count() or 1
+        if processes > 64 * limit:
+            raise UsageError(f"the plan is for {processes} devices, this machine cannot run that many processes", hint="torchrun on the cluster")
+        with tempfile.TemporaryDirectory(prefix="autopar-") as folder:
+            file = plan_file or Path(folder) / "plan.json"
+            if plan_file is None:
+                chosen.save(file)
+                if not quiet:
+                    print(f"plan: {chosen.mesh}, {processes} processes", file=sys.stderr)
+            arguments = ["train", model, "--plan", str(file), f"--steps={steps}", f"--lr={lr}", f"--weight-decay={weight_decay}"]
+            arguments += [f"--max-norm={max_norm}", f"--data={data}", f"--seed={seed}", f"--save-every={save_every}", f"--timeout={timeout}"]
+            arguments += [f"--tokenizer={tokenizer}"] if tokenizer else []
+            arguments += [f"--out={out}"] if out else []
+            arguments += [flag for flag, on in (("--resume", resume), ("--compile", compiled), ("--json", as_json), ("--quiet", quiet)) if on]
+            launch(arguments, processes)
+        return
+    _train(chosen, model, steps, lr, weight_decay, max_norm, data, tokenizer, seed, out, save_every, resume, compiled, timeout, as_json)
+
+
+def _train(
+    chosen: Plan,
+    model: str,
+    steps: int,
+    lr: float,
+    weight_decay: float,
+    max_norm: float,
+    data: str,
+    tokenizer: Path | None,
+    seed: int,
+    out: Path | None,
+    save_every: int,
+    resume: bool,
+    use_compile: bool,
+    timeout: float,
+    as_json: bool,
+) -> None:
+    import torch
+
+    from autopar import api
+    from autopar.models.source import find_model
+    from autopar.runtime.groups import leave
+
+    source = find_model(model)
+    torch.manual_seed(seed)  # every rank builds the same random weights, where a model has no others
+    run = api.compile(source, plan=chosen, compiled=use_compile)
+    run.start(lr=lr, weight_decay=weight_decay, max_norm=max_norm or None, timeout_s=timeout)
+    first = run.trainer.model.groups.rank == 0
+    if resume and out is not None and (out / "training.json").exists():
+        run.load(out)
+    batch_of = _batches(source, chosen, data, tokenizer, seed)
+    try:
+        while run.trainer.step_count < steps:
+            began = time.perf_counter()
+            result = run.train_step(batch_of(run.trainer.step_count))
+            seconds = time.perf_counter() - began
+            if first:
+                _print_step(result.step, result.loss, result.gradient_norm, seconds, chosen, as_json)
+            if out is not None and save_every and result.step % save_every == 0 and result.step < steps:
+                run.save(out)
+        if out is not None:
+            run.save(out)
+            if first:
+                chosen.save(out / "plan.json")
+                print(f"checkpoint written to {out}", file=sys.stderr)
+    finally:
+        leave()
+
+
+def _print_step(step: int, loss: float, norm: float, seconds: float, chosen: Plan, as_json: bool) -> None:
+    tokens = chosen.data.batch * chosen.data.seq / seconds
+    if as_json:
+        print(json.dumps({"step": step, "loss": loss, "gradient_norm": norm, "seconds": seconds}), flush=True)
+    else:
+        print(f"step {step:4d}  loss {loss:.6f}  gradient norm {norm:8.4f}  {seconds:6.2f} s  {tokens:8.0f} tokens/s", flush=True)
+
+
+def _batches(source: ModelSource, chosen: Plan, data: str, tokenizer: Path | None, seed: int) -> Callable[[int], dict[str, Tensor]]:
+    """Step -> whole batch: text for language models, the source's example (the same each step) for others."""
+    import torch
+
+    from autopar.models.text import batch_at, pydoc_tokens, text_file_tokens
+
+    batch, seq = chosen.data.batch, chosen.data.seq
+    if source.task not in ("causal-lm", "seq2seq", "masked-lm"):
+        example = source.example_inputs(batch, seq)
+        return lambda step: example
+    folder = tokenizer or source.path
+    if folder is not None and folder.is_dir():
+        tokens = pydoc_tokens(folder) if data == "pydoc" else text_file_tokens(Path(data), folder)
+    else:  # no tokenizer: bytes are tokens
+        text = _pydoc_text() if data == "pydoc" else Path(data).read_bytes()
+        vocabulary = int(getattr(source.config, "vocab_size", 256))
+        tokens = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(torch.int64) % vocabulary
+    return lambda step: batch_at(tokens, batch, seq, seed=seed, step=step)
+
+
+def _pydoc_text() -> bytes:
+    from pydoc_data.topics import topics
+
+    return "\n\n".join(topics[name] for name in sorted(topics)).encode()
+
+
+@app.command()
+def generate(
+    model: ModelArgument,
+    prompts: Annotated[list[str], typer.Argument(help="one or more prompts", metavar="PROMPT...")],
+    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", min=1)] = 64,
+    processes: Annotated[int, typer.Option("--processes", min=1, help="split the model over this many processes (tensor parallel)")] = 1,
+    tokenizer: Annotated[Path | None, typer.Option("--tokenizer", help="a folder with tokenizer.json (default: MODEL's)")] = None,
+    as_json: JsonOption = False,
+    quiet: QuietOption = False,
+) -> None:
+    """Continue prompts greedily, token for token what Transformers' greedy `generate` gives in fp32."""
+    from autopar.runtime.launch import launch, launched
+
+    if processes > 1 and not launched():
+        arguments = ["generate", model, *prompts, f"--max-new-tokens={max_new_tokens}", f"--processes={processes}"]
+        arguments += [f"--tokenizer={tokenizer}"] if tokenizer else []
+        arguments += [flag for flag, on in (("--json", as_json), ("--quiet", quiet)) if on]
+        launch(arguments, processes)
+        return
+    _generate(model, prompts, max_new_tokens, processes, tokenizer, as_json)
+
+
+def _generate(model: str, prompts: list[str], new_tokens: int, processes: int, folder: Path | None, as_json: bool) -> None:
+    from transformers import AutoTokenizer
+
+    from autopar import api
+    from autopar.models.source import find_model
+    from autopar.runtime.generate import generate as run
+    from autopar.runtime.groups import leave
+
+    source = find_model(model)
+    if source.load is None:
+        raise UsageError(f"{source.name} has no weights here, only a config", hint="a checkpoint folder")
+    where = folder or source.path
+    if where is None or not where.is_dir():
+        raise UsageError(f"{source.name} has no tokenizer", hint="--tokenizer FOLDER")
+    words: Any = AutoTokenizer.from_pretrained(str(where), local_files_only=True)
+    ids = [words(prompt)["input_ids"] for prompt in prompts]
+    length = max(map(len, ids)) + new_tokens
+    ranks = api.generator(source, processes, rows=len(ids), length=length)
+    try:
+        results = run(ranks, ids, new_tokens=new_tokens, length=length, stop=_stop_tokens(source, words))
+        if ranks.groups.rank == 0:
+            for prompt, tokens in zip(prompts, results, strict=True):
+                text = words.decode(tokens, skip_special_tokens=True)
+                print(json.dumps({"prompt": prompt, "tokens": tokens, "text": text}) if as_json else f"{prompt}{text}\n", flush=True)
+    finally:
+        leave()
+
+
+def _stop_tokens(source: ModelSource, words: Any) -> frozenset[int]:
+    found = getattr(source.config, "eos_token_id", None)
+    if found is None:
+        found = words.eos_token_id
+    return frozenset(found if isinstance(found, (list, tuple)) else [] if found is None else [int(found)])
+
+
+@app.command()
+def models() -> None:
+    """List the published models that ship with autopar."""
+    from autopar.models.source import published_names
+
+    print("\n".join(published_names()))
+
+
+@app.command()
+def devices() -> None:
+    """List the devices that clusters can be made of."""
+    from autopar.cluster import catalogue
+
+    for name, title in catalogue().items():
+        print(f"{name:12s} {title}")
+
+
+@contextmanager
+def _progress(quiet: bool) -> Iterator[Callable[[str], None]]:
+    """On a terminal one live line, elsewhere a line per pass, on standard error."""
+    if quiet:
+        yield lambda text: None
+    elif sys.stderr.isatty():
+        from rich.console import Console
+
+        with Console(stderr=True).status("starting") as status:
+            yield status.update
+    else:
+        yield lambda text: print(f"autopar: {text}", file=sys.stderr, flush=True)
+
+
+def main() -> None:
+    """Run the command; an AutoparError becomes a message and an exit code, never a traceback."""
+    from autopar.runtime.launch import report_error
+
+    rank = int(os.environ.get("RANK", "0"))
+    try:
+        code = app(standalone_mode=False)
+    except AutoparError as error:
+        if not report_error(error, rank):
+            print(f"error: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
+    except typer.Abort:
+        sys.exit(130)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        sys.exit(130)
+    except Exception as error:
+        show = getattr(error, "show", None)
+        if show is not None:  # a usage error of the command line itself
+            show()
+            sys.exit(2)
+        if report_error(error, rank):
+            sys.exit(1)
+        raise
+    sys.exit(code if isinstance(code, int) else 0)

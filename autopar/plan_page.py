@@ -1,0 +1,127 @@
+"""The page of a Plan: what a person reads. In: a Plan. Out: text, at most 100 columns wide."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from autopar.plan import BlockPart, Plan
+
+WIDTH = 100
+_SHOWN = 8  # alternatives, ops, notes
+
+
+def page(plan: Plan) -> str:
+    return "\n".join(line if len(line) <= WIDTH else line[: WIDTH - 3] + "..." for line in _lines(plan))
+
+
+def _lines(plan: Plan) -> Iterator[str]:
+    mesh, data, predicted = plan.parsed_mesh, plan.data, plan.predicted
+    local = data.batch // mesh.size("dp", "fsdp") // data.micro_batches
+    yield f"model     {plan.model.name}, {plan.model.parameters:,} parameters, {plan.model.task}"
+    yield f"cluster   {_cluster_line(plan)}"
+    yield f"mesh      {plan.mesh}   (outermost first; neighbours along tp are neighbours in rank)"
+    yield f"stages    1: pipeline not used; ZeRO {plan.zero}; recompute {plan.recompute}; {plan.precision}"
+    micro = f"{data.micro_batches} micro-batch{'es' * (data.micro_batches > 1)}"
+    yield f"batch     {data.batch} sequences of {data.seq} per step, {micro}, {local} at a time on each data rank"
+    yield "axes      " + (", ".join(f"{name} -> {'.'.join(axes)}" for name, axes in plan.axes.items()) or "nothing is split")
+    yield ""
+    rate = f"{predicted.tokens_per_s:,.0f} tokens/s, MFU {100 * predicted.mfu:.1f} %"
+    yield f"step      {_seconds(predicted.step_time_s)}, {rate}"
+    if predicted.bound_s is not None and predicted.bound_s > 0:
+        above = 100 * (predicted.step_time_s / predicted.bound_s - 1)
+        yield f"bound     no plan searched can take less than {_seconds(predicted.bound_s)}: within {above:.1f} %"
+    yield from _table([(kind, _seconds(seconds)) for kind, seconds in predicted.time_s.items() if seconds > 0])
+    share = 100 * predicted.memory_total_bytes / max(predicted.memory_limit_bytes, 1)
+    yield ""
+    yield (
+        f"memory    {_gib(predicted.memory_total_bytes)} per rank at the peak, {share:.0f} % of "
+        f"{_gib(predicted.memory_limit_bytes)}"
+    )
+    yield from _table([(kind, _gib(size)) for kind, size in predicted.memory_bytes.items() if size > 0])
+    yield ""
+    yield "blocks"
+    for name, block in plan.blocks.items():
+        yield from _block_lines(name, block)
+    yield from _alternatives(plan)
+    if plan.unruled:
+        yield ""
+        yield "ops without a rule, whole on every rank"
+        for op in sorted(plan.unruled, key=lambda op: -op.seconds)[:_SHOWN]:
+            yield f"  {op.op} in {op.block} x{op.times}: {_gib(op.bytes)} and {_seconds(op.seconds)} per step"
+    for title, lines in (("constraints", plan.constraints), ("notes", plan.notes)):
+        if lines:
+            yield ""
+            yield title
+            yield from (f"  {line}" for line in lines[:_SHOWN])
+            if len(lines) > _SHOWN:
+                yield f"  and {len(lines) - _SHOWN} more"
+
+
+def _cluster_line(plan: Plan) -> str:
+    cluster = plan.parsed_cluster
+    links = ", ".join(f"{link.name} {link.gbps:g} GB/s" for link in cluster.links)
+    return f"{cluster.name}: {cluster.nodes} x {cluster.devices_per_node} {cluster.device.title}; {links}"
+
+
+def _block_lines(name: str, block: BlockPart) -> Iterator[str]:
+    yield f"  {name} x{block.times}"
+    if block.inputs:
+        yield f"    takes  {'  '.join(block.inputs)}"
+    split: dict[str, Counter[str]] = {}
+    for choice in block.ops.values():
+        for axis, factor in choice.items():
+            split.setdefault(axis, Counter())[_word(factor)] += 1
+    whole = sum(not choice for choice in block.ops.values())
+    for axis, counts in split.items():
+        words = ", ".join(f"{word} in {count} ops" for word, count in counts.most_common(6))
+        yield f"    {axis:<5}  splits {words}"
+    if whole:
+        yield f"    {whole} ops are repeated on every rank"
+    stored = {key: text for key, text in block.state.items() if "@" in text}
+    if stored:
+        yield f"    state  {len(stored)} of {len(block.state)} split: " + ", ".join(f"{k} {t}" for k, t in [*stored.items()][:2])
+
+
+def _word(factor: str) -> str:
+    return "partial sums" if factor.startswith("+") else factor.split(":")[-1]
+
+
+def _alternatives(plan: Plan) -> Iterator[str]:
+    slower = [other for other in plan.alternatives if other.fits]
+    misses = [other for other in plan.alternatives if not other.fits]
+    for title, rows in (("rejected: slower", slower), ("rejected: does not fit", misses)):
+        if not rows:
+            continue
+        yield ""
+        yield title
+        header = ("mesh", "micro-batches", "recompute", "step", "memory", "why")
+        body = [
+            (o.mesh, str(o.micro_batches), o.recompute, _seconds(o.step_time_s), _gib(o.memory_total_bytes), o.reason)
+            for o in rows[:_SHOWN]
+        ]
+        yield from _table([header, *body])
+
+
+def _table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    if not rows:
+        return
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    for row in rows:
+        yield "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+
+
+def _seconds(value: float) -> str:
+    if value >= 1:
+        return f"{value:.2f} s"
+    return f"{value * 1e3:.2f} ms" if value >= 1e-3 else f"{value * 1e6:.1f} us"
+
+
+def _gib(value: float) -> str:
+    return f"{value / 2**30:.2f} GiB" if value >= 2**27 else f"{value / 2**20:.2f} MiB"
+
+
+def seconds_text(costs: Mapping[str, float]) -> str:
+    return ", ".join(f"{kind} {_seconds(value)}" for kind, value in costs.items())

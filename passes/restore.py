@@ -1,0 +1,67 @@
+"""Restore: the Solution that a saved Plan holds, for the Problem of the same model captured again.
+
+A plan names the choice of every op and the sharding of what arrives in each block; the shardings of all other values
+follow from the rules. Raises PlanError where plan and model do not fit each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from autopar.errors import PlanError, ShardingError
+from autopar.mesh import Mesh
+from autopar.plan import Plan
+from autopar.problem import Op, Problem, Solution
+from autopar.sharding import Sharding
+
+
+def solution_of(plan: Plan, problem: Problem) -> Solution:
+    """Choices and shardings of `plan`, over the values and ops of `problem`."""
+    mesh = plan.parsed_mesh
+    known = {op.name for op in problem.ops}
+    choices: dict[str, dict[str, str | None]] = {op.name: {} for op in problem.ops}
+    for block, part in plan.blocks.items():
+        for node, choice in part.ops.items():
+            name = f"{block}/{node}"
+            if name not in known:
+                raise PlanError(f"the plan places {name}, which the model does not have", where=f"plan.blocks.{block}.ops")
+            choices[name] = dict(choice)
+    shardings = _arriving(plan, problem)
+    for op in problem.ops:
+        shardings.update(_results(op, choices[op.name], mesh))
+    return Solution(choices, shardings, {}, 0.0)
+
+
+def _arriving(plan: Plan, problem: Problem) -> dict[str, Sharding]:
+    """Shardings of state and of block inputs, from the plan's text."""
+    made = {result for op in problem.ops for result in op.results}
+    found: dict[str, Sharding] = {}
+    for name, value in problem.values.items():
+        if name in made:
+            continue
+        block, _, node = name.partition("/")
+        part = plan.blocks.get(block)
+        text = None if part is None else part.state.get(node) if value.state else _input(part.inputs, problem, block, node)
+        if text is None:
+            raise PlanError(f"the plan says nothing of {name}", where=f"plan.blocks.{block}", hint="a new plan")
+        found[name] = Sharding.parse(text)
+    return found
+
+
+def _input(texts: tuple[str, ...], problem: Problem, block: str, node: str) -> str | None:
+    made = {result for op in problem.ops for result in op.results}
+    inputs = [
+        name for name, value in problem.values.items() if name.startswith(f"{block}/") and name not in made and not value.state
+    ]
+    index = inputs.index(f"{block}/{node}")
+    return texts[index] if index < len(texts) else None
+
+
+def _results(op: Op, choice: Mapping[str, str | None], mesh: Mesh) -> dict[str, Sharding]:
+    if op.rule is None:
+        return {}
+    try:
+        sharded = op.rule.shard({axis: choice.get(axis) for axis in mesh.names}, mesh.sizes)
+    except ShardingError as error:
+        raise PlanError(f"the plan cannot be run: {error.what}", where=f"plan.blocks, {op.name}", hint="a new plan") from error
+    return dict(zip(op.results, sharded.results, strict=True))

@@ -1,0 +1,118 @@
+"""The trainer: one optimizer step of a rank model from a whole batch.
+
+In:  a RankModel, how many micro-batches a batch is cut into, an optimizer over the local parameters.
+Out: per step the loss of the whole batch (the same on every rank) and the global gradient norm.
+
+With micro-batches, each loss that is a mean over labels is weighted by its number of labels, and the gradients are
+divided by the total at the end: the result is the mean over the whole batch, however the ignored labels fall.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from autopar.errors import TrainingError
+from autopar.runtime.model import RankModel
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """`loss`: mean over the batch. `gradient_norm`: before clipping."""
+
+    step: int
+    loss: float
+    gradient_norm: float
+
+
+class Trainer:
+    """Steps a RankModel. `optimizer` is any torch optimizer over `model.store.parameters`."""
+
+    def __init__(
+        self, model: RankModel, optimizer: torch.optim.Optimizer, *, micro_batches: int = 1, max_norm: float | None = 1.0
+    ) -> None:
+        self.model, self.optimizer = model, optimizer
+        self.micro_batches, self.max_norm = micro_batches, max_norm
+        self.step_count = 0
+
+    def step(self, batch: Mapping[str, Tensor]) -> StepResult:
+        """Forward, backward, reduction, clipping, optimizer. `batch` is the whole batch; each rank takes its piece.
+
+        Raises TrainingError for a batch of another shape than the plan's, and for a loss or gradient that is not
+        finite; then no parameter has changed.
+        """
+        loss = self.gradients(batch)
+        norm = self.model.store.gradient_norm()
+        if not bool(torch.isfinite(norm)):
+            self.optimizer.zero_grad(set_to_none=True)
+            raise TrainingError(
+                f"the gradient norm is {float(norm)} at step {self.step_count + 1}, the loss {loss:.6g}",
+                where=f"step {self.step_count + 1}",
+                hint="a lower learning rate, or fp32; the parameters are those before this step",
+            )
+        if self.max_norm is not None:
+            self.model.store.clip_gradients(self.max_norm, norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.step_count += 1
+        return StepResult(self.step_count, loss, float(norm))
+
+    def gradients(self, batch: Mapping[str, Tensor]) -> float:
+        """Gradients of the whole batch's loss into the local parameters' `.grad`; returns the loss."""
+        self._check(batch)
+        count_name = self.model.program.count
+        total, weights = 0.0, 0.0
+        for number in range(self.micro_batches):
+            outputs = self.model(self.model.local_inputs(self._micro(batch, number)))
+            loss = outputs["loss"]
+            weight = float(outputs[count_name]) if self.micro_batches > 1 and count_name is not None else 1.0
+            value = float(loss.detach())
+            if weight == 0.0:  # a micro-batch without a single label: its mean is undefined and counts for nothing
+                continue
+            if not math.isfinite(value):
+                self.optimizer.zero_grad(set_to_none=True)
+                raise TrainingError(
+                    f"the loss is {value} at step {self.step_count + 1}",
+                    where=f"step {self.step_count + 1}, micro-batch {number + 1} of {self.micro_batches}",
+                    hint="to look at that batch (are all its labels ignored?), a lower learning rate, or fp32; "
+                    "the parameters are those before this step",
+                )
+            (loss * weight).backward()
+            self._update_buffers(outputs)
+            total += value * weight
+            weights += weight
+        if not weights:
+            raise TrainingError("no label in the batch counts: all are ignored", where=f"step {self.step_count + 1}")
+        self.model.store.finish_gradients(divide_by=weights)
+        return total / weights
+
+    def _update_buffers(self, outputs: Mapping[str, Tensor]) -> None:
+        for name, value in outputs.items():
+            if name.startswith("update "):
+                self.model.store.buffers[name.removeprefix("update ")].copy_(value.detach())
+
+    def _check(self, batch: Mapping[str, Tensor]) -> None:
+        for name, info in self.model.program.input_info.items():
+            if name not in self.model.program.inputs:
+                continue
+            if name not in batch:
+                raise TrainingError(f"the batch has no {name!r}; it has {', '.join(batch)}", hint=f"a batch with {name!r}")
+            expected = (info.shape[0] * self.micro_batches, *info.shape[1:])
+            found = tuple(batch[name].shape)
+            if found != expected:
+                raise TrainingError(
+                    f"{name} has shape {list(found)}, the plan is for {list(expected)}",
+                    where=f"step {self.step_count + 1}",
+                    hint="batches of the planned size, or a plan for these (--batch, --seq)",
+                )
+
+    def _micro(self, batch: Mapping[str, Tensor], number: int) -> dict[str, Tensor]:
+        pieces = {}
+        for name in self.model.program.inputs:
+            size = batch[name].shape[0] // self.micro_batches
+            pieces[name] = batch[name].narrow(0, number * size, size) if self.micro_batches > 1 else batch[name]
+        return pieces
