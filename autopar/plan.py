@@ -38,7 +38,9 @@ class _Part(BaseModel):
 
 _Positive = Annotated[int, Field(gt=0)]
 _Count = Annotated[int, Field(ge=0)]
-_Seconds = Annotated[float, BeforeValidator(lambda value: float(value) if type(value) is int else value), Field(ge=0)]
+_Seconds = Annotated[
+    float, BeforeValidator(lambda value: float(value) if type(value) is int else value), Field(ge=0)
+]
 _Fraction = _Seconds
 _Bytes = _Count
 _Text = Annotated[str, Field(max_length=100_000)]
@@ -111,7 +113,7 @@ class Plan(_Part):
     """One parallel plan. `mesh` always has the axes dp, fsdp, tp in this order, outermost first; `zero` is 3 exactly
     when fsdp > 1. `state`: the stored sharding of every parameter of the whole model, fsdp included."""
 
-    version: Literal[1] = VERSION
+    version: Literal[1] = 1
     autopar_version: _Text
     model: ModelPart
     cluster: dict[str, Any]
@@ -134,16 +136,26 @@ class Plan(_Part):
         """What types cannot say: the mesh fits the cluster, shardings parse, use its axes and divide."""
         mesh = self.parsed_mesh
         if mesh.names != MESH_AXES:
-            raise PlanError(f"mesh {self.mesh!r} has the axes {', '.join(mesh.names)}", where="mesh", hint="dp=..,fsdp=..,tp=..")
+            raise PlanError(
+                f"mesh {self.mesh!r} has the axes {', '.join(mesh.names)}",
+                where="mesh",
+                hint="dp=..,fsdp=..,tp=..",
+            )
         devices = Cluster.from_dict(self.cluster).device_count
         if mesh.device_count != devices:
-            raise PlanError(f"mesh {self.mesh} has {mesh.device_count} devices, the cluster {devices}", where="mesh")
+            raise PlanError(
+                f"mesh {self.mesh} has {mesh.device_count} devices, the cluster {devices}", where="mesh"
+            )
         if self.zero != (3 if mesh.sizes["fsdp"] > 1 else 0):
-            raise PlanError(f"zero is {self.zero} on mesh {self.mesh}, expected 3 exactly if fsdp > 1", where="zero")
+            raise PlanError(
+                f"zero is {self.zero} on mesh {self.mesh}, expected 3 exactly if fsdp > 1", where="zero"
+            )
         ways = mesh.size("dp", "fsdp") * self.data.micro_batches
         if self.data.batch % ways:
             raise PlanError(
-                f"batch {self.data.batch} does not divide by dp*fsdp*micro_batches = {ways}", where="data.batch", hint=f"a multiple of {ways}"
+                f"batch {self.data.batch} does not divide by dp*fsdp*micro_batches = {ways}",
+                where="data.batch",
+                hint=f"a multiple of {ways}",
             )
         for axis, names in self.axes.items():
             _known(names, f"axes.{axis}")
@@ -185,9 +197,10 @@ class Plan(_Part):
         mine, theirs = dict(_flat("", self._data())), dict(_flat("", other._data()))
         lines = []
         for key in [*mine, *(key for key in theirs if key not in mine)]:
-            if mine.get(key) != theirs.get(key):
-                change = [f"- {mine[key]}"] * (key in mine) + [f"+ {theirs[key]}"] * (key in theirs)
-                lines.append(f"{key}: {'  '.join(change)}")
+            old = f"- {mine[key]}" if key in mine else ""
+            new = f"+ {theirs[key]}" if key in theirs else ""
+            if old[1:] != new[1:]:
+                lines.append(f"{key}: {'  '.join(filter(None, (old, new)))}")
         return "\n".join(lines)
 
     # ---- files --------------------------------------------------------------------------------------------
@@ -215,7 +228,9 @@ class Plan(_Part):
             with contextlib.suppress(OSError):
                 temporary.unlink(missing_ok=True)
             raise PlanError(
-                f"cannot write {target}: {error.strerror}", where=str(target), hint="a path in a folder that exists"
+                f"cannot write {target}: {error.strerror}",
+                where=str(target),
+                hint="a path in a folder that exists",
             ) from None
 
     @classmethod
@@ -224,12 +239,20 @@ class Plan(_Part):
         file = Path(path)
         try:
             if file.stat().st_size > _MAX_BYTES:
-                raise PlanError(f"{file} is larger than any plan ({_MAX_BYTES >> 20} MiB)", where=str(file), hint="a plan file")
+                raise PlanError(
+                    f"{file} is larger than any plan ({_MAX_BYTES >> 20} MiB)",
+                    where=str(file),
+                    hint="a plan file",
+                )
             text = file.read_text(encoding="utf-8")
         except OSError as error:
-            raise PlanError(f"cannot read {file}: {error.strerror}", where=str(file), hint="the path of a saved plan") from None
+            raise PlanError(
+                f"cannot read {file}: {error.strerror}", where=str(file), hint="the path of a saved plan"
+            ) from None
         except UnicodeDecodeError:
-            raise PlanError(f"{file} is not UTF-8 text", where=str(file), hint="a file that `autopar plan -o` wrote") from None
+            raise PlanError(
+                f"{file} is not UTF-8 text", where=str(file), hint="a file that `autopar plan -o` wrote"
+            ) from None
         return cls.from_json(text, where=str(file))
 
     @classmethod
@@ -240,10 +263,16 @@ class Plan(_Part):
         except (ValueError, RecursionError) as error:
             place = f"{where}:{error.lineno}" if isinstance(error, json.JSONDecodeError) else where
             cut = isinstance(error, json.JSONDecodeError) and error.pos >= len(text.rstrip())
-            what = "the plan ends too early: it is truncated" if cut else f"not readable as JSON: {_short(error)}"
+            what = (
+                "the plan ends too early: it is truncated"
+                if cut
+                else f"not readable as JSON: {_short(error)}"
+            )
             raise PlanError(what, where=place, hint="to plan again, or the original file") from None
         if not isinstance(data, dict):
-            raise PlanError(f"a plan is a JSON object, found {type(data).__name__}", where=where, hint="to plan again")
+            raise PlanError(
+                f"a plan is a JSON object, found {type(data).__name__}", where=where, hint="to plan again"
+            )
         version = data.get("version")
         if isinstance(version, int) and not isinstance(version, bool) and version > VERSION:
             raise PlanError(
@@ -279,7 +308,9 @@ def fingerprint(program: Program) -> str:
 def _known(names: Any, where: str) -> None:
     for name in names:
         if name not in MESH_AXES:
-            raise PlanError(f"{name!r} is not an axis of the mesh", where=where, hint=f"one of {', '.join(MESH_AXES)}")
+            raise PlanError(
+                f"{name!r} is not an axis of the mesh", where=where, hint=f"one of {', '.join(MESH_AXES)}"
+            )
 
 
 def _check_sharding(text: str, mesh: Mesh, where: str) -> None:
@@ -290,7 +321,9 @@ def _check_sharding(text: str, mesh: Mesh, where: str) -> None:
         even = sharding.without(["fsdp"]) if where.startswith("state.") else sharding
         sizes = [int(size) for size in re.findall(r"[\[,]\s*(\d+)", text)]
         if len(sizes) != len(sharding.dims):
-            raise ShardingError(f"{text!r} does not give the sizes of all dims", hint="a form such as '[8@dp, 4096]'")
+            raise ShardingError(
+                f"{text!r} does not give the sizes of all dims", hint="a form such as '[8@dp, 4096]'"
+            )
         even.local_shape(sizes, mesh)
     except ShardingError as error:
         raise PlanError(error.what, where=where, hint=error.hint) from None

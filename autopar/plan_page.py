@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -26,14 +26,18 @@ def _lines(plan: Plan) -> Iterator[str]:
     yield f"stages    1: pipeline not used; ZeRO {plan.zero}; recompute {plan.recompute}; {plan.precision}"
     micro = f"{data.micro_batches} micro-batch{'es' * (data.micro_batches > 1)}"
     yield f"batch     {data.batch} sequences of {data.seq} per step, {micro}, {local} at a time on each data rank"
-    yield "axes      " + (", ".join(f"{name} -> {'.'.join(axes)}" for name, axes in plan.axes.items()) or "nothing is split")
+    yield "axes      " + (
+        ", ".join(f"{name} -> {'.'.join(axes)}" for name, axes in plan.axes.items()) or "nothing is split"
+    )
     yield ""
     rate = f"{predicted.tokens_per_s:,.0f} tokens/s, MFU {100 * predicted.mfu:.1f} %"
     yield f"step      {_seconds(predicted.step_time_s)}, {rate}"
     if predicted.bound_s is not None and predicted.bound_s > 0:
         above = 100 * (predicted.step_time_s / predicted.bound_s - 1)
         yield f"bound     no plan searched can take less than {_seconds(predicted.bound_s)}: within {above:.1f} %"
-    yield from _table([(kind, _seconds(seconds)) for kind, seconds in predicted.time_s.items() if seconds > 0])
+    yield from _table(
+        [(kind, _seconds(seconds)) for kind, seconds in predicted.time_s.items() if seconds > 0]
+    )
     share = 100 * predicted.memory_total_bytes / max(predicted.memory_limit_bytes, 1)
     yield ""
     yield (
@@ -70,23 +74,21 @@ def _block_lines(name: str, block: BlockPart) -> Iterator[str]:
     yield f"  {name} x{block.times}"
     if block.inputs:
         yield f"    takes  {'  '.join(block.inputs)}"
-    split: dict[str, Counter[str]] = {}
-    for choice in block.ops.values():
-        for axis, factor in choice.items():
-            split.setdefault(axis, Counter())[_word(factor)] += 1
+    split = Counter(axis for choice in block.ops.values() for axis in choice)
+    sums = Counter(
+        axis for choice in block.ops.values() for axis, factor in choice.items() if factor.startswith("+")
+    )
+    for axis, count in split.items():
+        passed = f" ({sums[axis]} of them pass partial sums on)" if sums[axis] else ""
+        yield f"    {axis:<5}  splits {count} of {len(block.ops)} ops{passed}"
     whole = sum(not choice for choice in block.ops.values())
-    for axis, counts in split.items():
-        words = ", ".join(f"{word} in {count} ops" for word, count in counts.most_common(6))
-        yield f"    {axis:<5}  splits {words}"
     if whole:
-        yield f"    {whole} ops are repeated on every rank"
+        yield f"    whole  {whole} ops are repeated on every rank"
     stored = {key: text for key, text in block.state.items() if "@" in text}
-    if stored:
-        yield f"    state  {len(stored)} of {len(block.state)} split: " + ", ".join(f"{k} {t}" for k, t in [*stored.items()][:2])
-
-
-def _word(factor: str) -> str:
-    return "partial sums" if factor.startswith("+") else factor.split(":")[-1]
+    for key, text in list(stored.items())[:_SHOWN]:
+        yield f"    state  {key} {text}"
+    if len(block.state) > len(stored):
+        yield f"    state  {len(block.state) - len(stored)} of {len(block.state)} not split by the graph"
 
 
 def _alternatives(plan: Plan) -> Iterator[str]:
@@ -97,9 +99,16 @@ def _alternatives(plan: Plan) -> Iterator[str]:
             continue
         yield ""
         yield title
-        header = ("mesh", "micro-batches", "recompute", "step", "memory", "why")
+        header = ("mesh", "micro", "recompute", "step", "memory", "why")
         body = [
-            (o.mesh, str(o.micro_batches), o.recompute, _seconds(o.step_time_s), _gib(o.memory_total_bytes), o.reason)
+            (
+                o.mesh,
+                str(o.micro_batches),
+                o.recompute,
+                _seconds(o.step_time_s),
+                _gib(o.memory_total_bytes),
+                o.reason,
+            )
             for o in rows[:_SHOWN]
         ]
         yield from _table([header, *body])
@@ -121,7 +130,3 @@ def _seconds(value: float) -> str:
 
 def _gib(value: float) -> str:
     return f"{value / 2**30:.2f} GiB" if value >= 2**27 else f"{value / 2**20:.2f} MiB"
-
-
-def seconds_text(costs: Mapping[str, float]) -> str:
-    return ", ".join(f"{kind} {_seconds(value)}" for kind, value in costs.items())

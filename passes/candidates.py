@@ -97,17 +97,25 @@ def _choices(op: Op, mesh: Mesh) -> Iterator[tuple[tuple[str, str | None], ...]]
     assert rule is not None
     axes = active_axes(mesh)
     data = [axis for axis in axes if axis in DATA_AXES]
-    allowed = [name for name in rule.splittable() if name not in rule.special or rule.lowering in SUPPORTED_LOWERINGS]
+    allowed = [
+        name for name in rule.splittable() if name not in rule.special or rule.lowering in SUPPORTED_LOWERINGS
+    ]
     data_options: list[str | None] = [None]
     if data:
-        data_options += [name for name in allowed if op.logical.get(name) == "batch" and _divides(rule, name, mesh, data)]
+        data_options += [
+            name for name in allowed if op.logical.get(name) == "batch" and _divides(rule, name, mesh, data)
+        ]
     tensor_options: list[str | None] = [None]
     if TENSOR_AXIS in axes:
         tensor_options += [name for name in allowed if _divides(rule, name, mesh, [TENSOR_AXIS])]
         tensor_options += [sums_choice(group) for group in range(len(rule.sums))]
     for batch in data_options:
         for tensor in tensor_options:
-            if batch is not None and batch == tensor and not _divides(rule, batch, mesh, [*data, TENSOR_AXIS]):
+            if (
+                batch is not None
+                and batch == tensor
+                and not _divides(rule, batch, mesh, [*data, TENSOR_AXIS])
+            ):
                 continue
             yield tuple((axis, batch if axis in DATA_AXES else tensor) for axis in axes)
 

@@ -25,7 +25,7 @@ Table = NDArray[np.float64]
 MAX_ENTRIES = 40_000_000  # the largest table made, in entries of 8 bytes
 
 
-class TooWide(Exception):
+class TooWideError(Exception):
     """The tables would outgrow MAX_ENTRIES; the caller has to relax the problem."""
 
 
@@ -38,7 +38,7 @@ class Factor:
 
 
 def minimise(sizes: Sequence[int], factors: Iterable[Factor]) -> tuple[list[int], float]:
-    """Choices and their sum; equal sums are decided for the lower choice. Raises TooWide."""
+    """Choices and their sum; equal sums are decided for the lower choice. Raises TooWideError."""
     touching: list[dict[int, Factor]] = [{} for _ in sizes]
     neighbours: list[set[int]] = [set() for _ in sizes]
     serial = 0
@@ -72,9 +72,9 @@ def minimise(sizes: Sequence[int], factors: Iterable[Factor]) -> tuple[list[int]
             continue  # an older weight
         del weight[variable]
         around = tuple(sorted(neighbours[variable]))
-        shape = tuple(sizes[n] for n in around) + (sizes[variable],)
+        shape = (*(sizes[n] for n in around), sizes[variable])
         if math.prod(shape) > MAX_ENTRIES:
-            raise TooWide(f"a table of {shape} entries")
+            raise TooWideError(f"a table of {shape} entries")
         total = _sum(touching[variable].values(), (*around, variable), shape)
         best = np.argmin(total, axis=-1)
         order.append((variable, around, best))

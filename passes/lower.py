@@ -286,7 +286,11 @@ class _BlockBuilder:
         for operand, (value, use) in zip(operand_nodes(node), self.work.op_uses(op), strict=True):
             is_state = self.work.problem.values[value].state
             operands.append(self.form(operand, use, delegated=self.work.state_sums.get(value, ()) if is_state else ()))
-        if op.rule is None or sharded is None or not sharded.by_factor:
+        if op.rule is None or sharded is None:
+            return self._plain(node, operands, node.args)
+        if op.rule.lowering == "cross_entropy" and self._is_loss(node):
+            return self._cross_entropy(node, op, sharded, operands)  # also where it is whole: for its label count
+        if not sharded.by_factor:
             return self._plain(node, operands, node.args)
         split_special = {factor: axes for factor, axes in sharded.by_factor.items() if factor in op.rule.special}
         if split_special:
@@ -299,7 +303,7 @@ class _BlockBuilder:
             args = localize(args, op.rule, local)
         result = self._plain(node, operands, args)
         if op.rule.average:
-            ways = self.work.mesh.size(*(axis for factor in op.rule.dropped for axis in sharded.by_factor.get(factor, ())))
+            ways = op.rule.average_ways(sharded, self.work.mesh.sizes)
             if ways > 1:
                 result = self.graph.call_function(collectives.scaled_sum, (result, ways))
         return result
@@ -356,6 +360,7 @@ class _BlockBuilder:
         return loss
 
     def _is_loss(self, node: Node) -> bool:
+        """Whether the program's loss is this node itself."""
         return any(
             call.block == self.block.name and self.work.loss in call.outputs and self.block.outputs[call.outputs.index(self.work.loss)] == node.name
             for call in self.work.program.calls

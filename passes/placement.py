@@ -22,8 +22,18 @@ import numpy as np
 from autopar.cost.prices import Prices
 from autopar.mesh import Mesh
 from autopar.passes.candidates import DATA_AXES, Candidate, candidates
-from autopar.passes.elimination import Factor, Table, TooWide, minimise
-from autopar.passes.pricing import Pricer, arriving, block_of, by_kind, evaluate, group_of, makers, normal_use, total_s
+from autopar.passes.elimination import Factor, Table, TooWideError, minimise
+from autopar.passes.pricing import (
+    Pricer,
+    arriving,
+    block_of,
+    by_kind,
+    evaluate,
+    group_of,
+    makers,
+    normal_use,
+    total_s,
+)
 from autopar.problem import Op, Problem, Solution, Value
 from autopar.sharding import Sharding, Use
 
@@ -52,7 +62,7 @@ def solve(problem: Problem, mesh: Mesh, prices: Prices) -> Solution:
     for party in (len(problem.ops) + 1, 3):
         try:
             return _Search(problem, mesh, prices, pricer, found, party).solution()
-        except TooWide:
+        except TooWideError:
             continue
     return _Search(problem, mesh, prices, pricer, found, 1).solution()
 
@@ -65,10 +75,15 @@ def _candidates(problem: Problem, mesh: Mesh) -> dict[str, list[Candidate]]:
         able = [
             candidate
             for candidate in candidates(op, problem, mesh)
-            if all(name in sums or not use.sharding.sums for name, use in zip(op.operands, candidate.uses, strict=True))
+            if all(
+                name in sums or not use.sharding.sums
+                for name, use in zip(op.operands, candidate.uses, strict=True)
+            )
         ]
         sums.update(
-            name for index, name in enumerate(op.results) if any(candidate.results[index].sums for candidate in able)
+            name
+            for index, name in enumerate(op.results)
+            if any(candidate.results[index].sums for candidate in able)
         )
         found[op.name] = able
     return found
@@ -86,7 +101,14 @@ class _Search:
         found: dict[str, list[Candidate]],
         party: int,
     ) -> None:
-        self.problem, self.mesh, self.prices, self.pricer, self.found, self.party = problem, mesh, prices, pricer, found, party
+        self.problem, self.mesh, self.prices, self.pricer, self.found, self.party = (
+            problem,
+            mesh,
+            prices,
+            pricer,
+            found,
+            party,
+        )
         self.sizes: list[int] = []
         self.factors: list[Factor] = []
         self.made_by = makers(problem)
@@ -104,7 +126,9 @@ class _Search:
 
     def solution(self) -> Solution:
         chosen, _ = minimise(self.sizes, self.factors)
-        choices = {name: self.found[name][chosen[variable]].as_choice for name, variable in self.op_variable.items()}
+        choices = {
+            name: self.found[name][chosen[variable]].as_choice for name, variable in self.op_variable.items()
+        }
         shardings = {}
         for name, value in self.problem.values.items():
             variable, made = self._made(value)
@@ -134,7 +158,8 @@ class _Search:
                 value = self.problem.values[name]
                 at = [index for index, operand in enumerate(op.operands) if operand == name]
                 wishes = tuple(
-                    frozenset(normal_use(value, candidate.uses[index]) for index in at) for candidate in self.found[op.name]
+                    frozenset(normal_use(value, candidate.uses[index]) for index in at)
+                    for candidate in self.found[op.name]
                 )
                 self.users[name].append(_User(self.op_variable[op.name], wishes))
 
@@ -159,7 +184,9 @@ class _Search:
             ties = [1 / self.pricer.ways(sharding) for sharding in domain]
         else:
             ties = [float(len(sharding.axes)) for sharding in domain]
-        self.group_variable[group] = self._variable([cost + _TIE_S * tie for cost, tie in zip(costs, ties, strict=True)])
+        self.group_variable[group] = self._variable(
+            [cost + _TIE_S * tie for cost, tie in zip(costs, ties, strict=True)]
+        )
 
     def _made(self, value: Value) -> tuple[int, list[Sharding]]:
         """The variable that decides how a value is made (or arrives), and the sharding for each of its choices."""
@@ -194,14 +221,18 @@ class _Search:
         distinct = list(dict.fromkeys(made))
         row = {sharding: index for index, sharding in enumerate(distinct)}
         rows = np.array([row[sharding] for sharding in made])
-        uses = list(dict.fromkeys(use for user in users for wish in user.wishes for use in sorted(wish, key=str)))
+        uses = list(
+            dict.fromkeys(use for user in users for wish in user.wishes for use in sorted(wish, key=str))
+        )
         column = {use: index for index, use in enumerate(uses)}
         prices = self._move_table(value, tuple(distinct), tuple(uses))
         costly = {use for use in uses if prices[:, column[use]].any()}
         seen = [frozenset(use for wish in user.wishes for use in wish) & costly for user in users]
         shared = {use for use in costly if sum(use in mine for mine in seen) > 1}
         for user in users:
-            alone = [[column[use] for use in wish if use in costly and use not in shared] for wish in user.wishes]
+            alone = [
+                [column[use] for use in wish if use in costly and use not in shared] for wish in user.wishes
+            ]
             if any(alone):
                 table = np.stack([prices[:, columns].sum(axis=1) for columns in alone], axis=1)[rows]
                 self._add((maker, user.variable), table)
@@ -209,8 +240,10 @@ class _Search:
             return
         sets = self._sets(users, shared)
         if len(sets) > _MAX_SETS:
-            raise TooWide(f"{value.name} has {len(sets)} sets of shared moves")
-        cost = np.stack([prices[:, [column[use] for use in members]].sum(axis=1) for members in sets], axis=1)[rows]
+            raise TooWideError(f"{value.name} has {len(sets)} sets of shared moves")
+        cost = np.stack(
+            [prices[:, [column[use] for use in members]].sum(axis=1) for members in sets], axis=1
+        )[rows]
         chooser = self._variable([0.0] * len(sets))
         self._add((maker, chooser), cost)
         for user in users:
@@ -235,7 +268,9 @@ class _Search:
         key = (self.pricer.bytes[value.name], value.gradient, times, made, uses)
         table = self.move_tables.get(key)
         if table is None:
-            entries = [[times * sum(self.pricer.move_s(value, source, use)) for use in uses] for source in made]
+            entries = [
+                [times * sum(self.pricer.move_s(value, source, use)) for use in uses] for source in made
+            ]
             table = self.move_tables[key] = np.array(entries)
             table[table > 0] += _TIE_S
         return table

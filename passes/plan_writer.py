@@ -83,7 +83,10 @@ def write_plan(
         {
             "autopar_version": _version(),
             "model": ModelPart(
-                name=program.name, fingerprint=fingerprint(program), parameters=program.parameter_count, task=task
+                name=program.name,
+                fingerprint=fingerprint(program),
+                parameters=program.parameter_count,
+                task=task,
             ),
             "cluster": cluster.to_dict(),
             "mesh": str(mesh),
@@ -173,7 +176,9 @@ def _block(program: Program, problem: Problem, solution: Solution, mesh: Mesh, n
         outputs=tuple(handed_on(node) for node in block.outputs),
         state={node: text(node) for node in block.state},
         ops={
-            op.name.split("/", 1)[1]: {axis: factor for axis, factor in solution.choices[op.name].items() if factor}
+            op.name.split("/", 1)[1]: {
+                axis: factor for axis, factor in solution.choices[op.name].items() if factor
+            }
             for op in problem.ops
             if op.name.split("/", 1)[0] == name
         },
@@ -201,7 +206,8 @@ def _alternatives(winner: Found, tried: Sequence[Found]) -> list[Alternative]:
     """The fastest that fit and the fastest that do not, one per mesh and recompute."""
     best: dict[tuple[object, ...], Found] = {}
     for found in sorted(tried, key=lambda found: found.step_time_s):
-        if found is not winner and (found.mesh, found.recompute) != (winner.mesh, winner.recompute) or not found.fits:
+        same = (found.mesh, found.recompute) == (winner.mesh, winner.recompute)
+        if not found.fits or not same:
             best.setdefault((found.mesh, found.recompute, found.fits), found)
     slower = [found for found in best.values() if found.fits][:_SLOWER]
     misses = [found for found in best.values() if not found.fits][:_MISSES]
@@ -222,10 +228,12 @@ def _alternatives(winner: Found, tried: Sequence[Found]) -> list[Alternative]:
 def _reason(found: Found, winner: Found) -> str:
     if not found.fits:
         kind = max(found.memory_bytes, key=lambda kind: found.memory_bytes[kind])
-        return f"{(found.memory_total_bytes - found.limit_bytes) / 2**30:.2f} GiB too much, most is {kind}"
+        return f"{(found.memory_total_bytes - found.limit_bytes) / 2**30:.2f} GiB over, most is {kind}"
     slower = 100 * (found.step_time_s / winner.step_time_s - 1)
+    if slower <= 0:
+        return "as fast, but leaves less memory free"
     kind = max(found.time_s, key=lambda kind: found.time_s[kind] - winner.time_s[kind])
-    return f"{slower:.1f} % slower: {kind} +{1e3 * (found.time_s[kind] - winner.time_s[kind]):.2f} ms"
+    return f"{slower:.1f} % slower, most is {kind}"
 
 
 def _unruled(problem: Problem, winner: Found, cluster: Cluster, precision: str) -> list[Unruled]:
@@ -236,7 +244,10 @@ def _unruled(problem: Problem, winner: Found, cluster: Cluster, precision: str) 
     listed = []
     for op in bare:
         names = [name for name in (*op.operands, *op.results) if name in problem.values]
-        seconds = sum(pricer.bytes[name] for name in names) / pricer.prices.roofline.memory + pricer.prices.roofline.launch_s
+        seconds = (
+            sum(pricer.bytes[name] for name in names) / pricer.prices.roofline.memory
+            + pricer.prices.roofline.launch_s
+        )
         both = 2 if any(problem.values[name].gradient for name in names) else 1
         block, _, node = op.name.partition("/")
         listed.append(
@@ -254,5 +265,7 @@ def _unruled(problem: Problem, winner: Found, cluster: Cluster, precision: str) 
 def _notes(winner: Found) -> list[str]:
     notes = []
     if winner.lean:
-        notes.append("parameters are stored split over tp wherever possible: the fastest placement did not fit in memory")
+        notes.append(
+            "parameters are stored split over tp wherever possible: the fastest placement did not fit in memory"
+        )
     return notes

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Mapping
+from functools import lru_cache
 
 from autopar.cost.compute import Work, matmul_side, works
 from autopar.cost.prices import Prices
@@ -36,10 +37,10 @@ class Pricer:
         self.works: Mapping[str, Work] = works(problem, prices.fused)
         self.times = block_times(problem)
         self.bytes = {
-            name: math.prod(value.info.shape) * prices.item_bytes[value.info.dtype] for name, value in problem.values.items()
+            name: math.prod(value.info.shape) * prices.item_bytes[value.info.dtype]
+            for name, value in problem.values.items()
         }
         self._ways: dict[Sharding, int] = {}
-        self._steps: dict[tuple[Sharding, Use], tuple[Step, ...] | None] = {}
         self._step_s: dict[tuple[Step, float], tuple[float, float]] = {}
         self._op_s: dict[tuple[object, ...], tuple[float, float]] = {}
 
@@ -78,21 +79,11 @@ class Pricer:
             found = self._op_s[key] = self.prices.roofline.op_s(work, flops, side, operands, results)
         return found
 
-    def steps(self, made: Sharding, use: Use) -> tuple[Step, ...] | None:
-        """The steps from one to the other; None if there are none that lead there."""
-        key = (made, use)
-        if key not in self._steps:
-            try:
-                self._steps[key] = reshard_steps(made, use)
-            except ShardingError:
-                self._steps[key] = None
-        return self._steps[key]
-
     def move_s(self, value: Value, made: Sharding, use: Use) -> tuple[float, float]:
         """(forward, backward) seconds of one reshard (of a use that `normal_use` gave); inf where there is no way."""
         if made == use.sharding and not use.grad_sums:
             return 0.0, 0.0
-        steps = self.steps(made, use)
+        steps = steps_between(made, use)
         if steps is None or (value.state and any(step.kind in _GATHERS for step in steps)):
             return math.inf, math.inf
         forward = backward = 0.0
@@ -102,7 +93,9 @@ class Pricer:
             found = self._step_s.get(key)
             if found is None:
                 found = self._step_s[key] = self.prices.step_s(step, local)
-            if value.state and step.kind == "copy":  # the parameter store adds these up once per step, in buckets
+            if (
+                value.state and step.kind == "copy"
+            ):  # the parameter store adds these up once per step, in buckets
                 found = (0.0, self.prices.state_sum_s(step.axis, local))
             forward, backward = forward + found[0], backward + found[1]
             if step.kind == "all_gather":
@@ -117,6 +110,15 @@ class Pricer:
             return 0.0
         times = 1 if value.interface else self.times[block_of(value.name)]
         return times * math.prod(value.info.shape) / self.ways(stored) * self.prices.parameter_s
+
+
+@lru_cache(maxsize=65536)
+def steps_between(made: Sharding, use: Use) -> tuple[Step, ...] | None:
+    """The steps from one to the other; None if there are none that lead there."""
+    try:
+        return reshard_steps(made, use)
+    except ShardingError:
+        return None
 
 
 def block_of(name: str) -> str:
@@ -171,7 +173,9 @@ def evaluate(
             uses[name][use] = None
         for name, made in zip(op.results, candidate.results, strict=True):
             if name in problem.values and shardings[name] != made:
-                raise ShardingError(f"{op.name} makes {name} as {made}, the assignment says {shardings[name]}", where=op.name)
+                raise ShardingError(
+                    f"{op.name} makes {name} as {made}, the assignment says {shardings[name]}", where=op.name
+                )
         forward, backward = pricer.op_s(op, candidate)
         cost = costs[block_of(op.name)]
         cost[FORWARD] += op.times * forward

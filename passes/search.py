@@ -6,7 +6,8 @@ Out: a Plan, or an InfeasibleError that says by how much and what would fit.
 Combinations are taken best first. One is priced at the fewest micro-batches first: with more, kernels are smaller,
 parameters are gathered more often and less hides the gradient's reduction, so no combination gets faster by more
 micro-batches. What it takes with few is therefore a lower bound of what it takes with more, and the first that is
-popped and fits is the best. Where the fastest placement does not fit, one that stores parameters split comes next.
+popped and fits is the best (of those within half a percent, one that leaves a tenth of the memory free is taken
+where there is one). Where the fastest placement does not fit, one that stores parameters split comes next.
 """
 
 from __future__ import annotations
@@ -31,8 +32,12 @@ from autopar.problem import Problem, Solution
 from autopar.program import Program
 
 RECOMPUTE = ("none", "full")
-_LEAN_S = 1e-6  # seconds per stored element that make the placement split every parameter it can
-_KEPT = 24  # combinations priced for the list of alternatives
+_LEAN = (
+    100.0  # times what the optimizer takes per element: makes a placement store every large parameter split
+)
+_EXTRA = 8  # placements made after the best is known, for the list of alternatives
+_TIED = 1.005  # of plans as close as this, which no prediction can tell apart, one with headroom in memory is taken
+_HEADROOM = 0.9
 
 
 @dataclass(frozen=True)
@@ -90,28 +95,39 @@ def search(
 
     for candidate in counts:
         for again in RECOMPUTE if recompute is None else (recompute,):
-            push(work.bound_s(candidate, counts[candidate][0]), _Key(candidate, counts[candidate][0], again, False), None)
-    winner: Found | None = None
-    while heap and not (winner and len(tried) >= _KEPT):
+            push(
+                work.bound_s(candidate, counts[candidate][0]),
+                _Key(candidate, counts[candidate][0], again, False),
+                None,
+            )
+    best: Found | None = None
+    extra = _EXTRA
+    while heap:
         bound, _, key, found = heapq.heappop(heap)
         if found is None:
-            if winner is not None and not work.is_placed(key):
-                continue  # only for the list of alternatives: not worth a placement
+            if best is not None and bound > best.step_time_s * _TIED and not work.is_placed(key):
+                if extra == 0:
+                    continue
+                extra -= 1
             found = work.price(key)
             if found is not None:
                 push(max(bound, found.step_time_s), key, found)
             continue
         tried.append(found)
         if found.fits:
-            winner = winner or found
+            best = best or found
             continue
-        more = [count for count in counts[key.mesh] if count > key.micro_batches]
+        more = [count for count in counts[key.mesh] if count > key.micro_batches and _may_fit(found, count)]
         if more:
             push(found.step_time_s, replace(key, micro_batches=more[0]), None)
-        if not key.lean and key.mesh.sizes["tp"] > 1:
+        if not key.lean and key.mesh.sizes["tp"] > 1 and _may_fit(found, key.micro_batches, lean=True):
             push(found.step_time_s, replace(key, lean=True), None)
-    if winner is None:
+    if best is None:
         raise _infeasible(tried, cluster, recompute, precision, work)
+    tied = [found for found in tried if found.fits and found.step_time_s <= best.step_time_s * _TIED]
+    winner = min(
+        tied, key=lambda found: (found.memory_total_bytes > _HEADROOM * found.limit_bytes, found.step_time_s)
+    )
     lower = min(work.bound_s(candidate, able[0]) for candidate, able in counts.items())
     return write_plan(
         program, winner, tried, work.problem_at(winner.micro_batches), cluster, batch=batch, seq=seq, precision=precision,
@@ -119,12 +135,25 @@ def search(
     )  # fmt: skip
 
 
+def _may_fit(found: Found, micro_batches: int, *, lean: bool = False) -> bool:
+    """Whether it is worth a placement: what scales with the micro-batch is taken at half of its share, since another
+    placement may keep less, and a lean one stores a part for each rank of tp."""
+    kinds = found.memory_bytes
+    stored = sum(kinds[kind] for kind in memory.STORED) / (found.mesh.sizes["tp"] if lean else 1)
+    scaling = sum(kinds[kind] for kind in memory.SCALING) * found.micro_batches / micro_batches
+    return stored + 0.5 * scaling + kinds[memory.RESERVED] <= found.limit_bytes
+
+
 def _check(batch: int, seq: int, micro_batches: int | None, recompute: str | None) -> None:
     for name, number in (("batch", batch), ("seq", seq), ("micro-batches", micro_batches)):
         if number is not None and number < 1:
-            raise UsageError(f"{name} is {number}, expected a positive number", where=name, hint=f"{name} 1 or more")
+            raise UsageError(
+                f"{name} is {number}, expected a positive number", where=name, hint=f"{name} 1 or more"
+            )
     if recompute is not None and recompute not in RECOMPUTE:
-        raise UsageError(f"unknown recompute {recompute!r}", where="recompute", hint=f"one of {', '.join(RECOMPUTE)}")
+        raise UsageError(
+            f"unknown recompute {recompute!r}", where="recompute", hint=f"one of {', '.join(RECOMPUTE)}"
+        )
 
 
 def _allowed(problem: Problem, found: list[Mesh], constraints: Sequence[str]) -> list[Mesh]:
@@ -154,7 +183,9 @@ class _Work:
         progress: Callable[[str], None] | None,
     ) -> None:
         self.program, self.cluster, self.batch, self.precision = program, cluster, batch, precision
-        self.problem = replace(problem, fixed={op: _data_as_one(choice) for op, choice in problem.fixed.items()})
+        self.problem = replace(
+            problem, fixed={op: _data_as_one(choice) for op, choice in problem.fixed.items()}
+        )
         self.progress = progress or (lambda _: None)
         self.recomputed = {call.block for call in program.calls if call.path}
         self.problems: dict[int, Problem] = {}
@@ -185,7 +216,9 @@ class _Work:
                 for op in problem.ops
             )
             stored = sum(elements * count for elements, count in self.parameters.values())
-            self.bounds[key] = micro_batches * least + step.optimizer_s(stored / mesh.device_count, pricer.prices)
+            self.bounds[key] = micro_batches * least + step.optimizer_s(
+                stored / mesh.device_count, pricer.prices
+            )
         return self.bounds[key]
 
     def price(self, key: _Key) -> Found | None:
@@ -197,10 +230,16 @@ class _Work:
         fsdp, full = key.mesh.sizes["fsdp"], key.recompute == "full"
         seconds = step.step_s(placed.part, placed.holdings, prices, key.micro_batches, full)
         holdings = placed.holdings
-        kinds = memory.static_bytes(holdings.stored, placed.frozen_bytes, holdings.largest_call, self.precision, fsdp)
+        kinds = memory.static_bytes(
+            holdings.stored, placed.frozen_bytes, holdings.largest_call, self.precision, fsdp
+        )
         kinds["activations"] = placed.activations.peak(self.recomputed if full else ())
         kinds["logits and loss"] = placed.activations.logits
         kinds["workspace"] = placed.activations.workspace
+        kinds["fragmentation"] = memory.FRAGMENTATION * sum(
+            kinds[kind]
+            for kind in ("gather and reduce buffers", "activations", "logits and loss", "workspace")
+        )
         kinds["reserved"] = self.cluster.device.reserved_bytes
         return Found(
             mesh=key.mesh,
@@ -217,11 +256,17 @@ class _Work:
         where = self._place_key(key)
         if where not in self.placed:
             tp, data, micro_batches, lean = where
-            self.progress(f"placing tp={tp}, {data} data ranks, {micro_batches} micro-batches{', lean' if lean else ''}")
+            self.progress(
+                f"placing tp={tp}, {data} data ranks, {micro_batches} micro-batches{', lean' if lean else ''}"
+            )
             problem, mesh = self.problem_at(micro_batches), mesh_of(data, 1, tp)
             prices = Prices.of(self.cluster, mesh, self.precision, problem, micro_batches=micro_batches)
             real = step.parameter_s(prices, micro_batches)
-            solution = solve(problem, mesh, replace(prices, parameter_s=_LEAN_S if lean else real))
+            solution = solve(
+                problem,
+                mesh,
+                replace(prices, parameter_s=_LEAN * step.optimizer_s(1.0, prices) if lean else real),
+            )
             self.placed[where] = self._measure(problem, mesh, prices, solution)
         return self.placed[where]
 
@@ -238,7 +283,9 @@ class _Work:
             sum(costs[block][pricing.FORWARD_MOVES] for block in self.recomputed),
         )
         ways = {
-            name: mesh.size(*solution.shardings[name].axes) for name, value in problem.values.items() if value.state
+            name: mesh.size(*solution.shardings[name].axes)
+            for name, value in problem.values.items()
+            if value.state
         }
         stored = sum(elements * count / ways[name] for name, (elements, count) in self.parameters.items())
         calls = []
@@ -254,7 +301,9 @@ class _Work:
             for name in ways
             if not problem.values[name].gradient
         )
-        kept = memory.activations(problem, mesh, solution.choices, solution.shardings, prices.item_bytes, prices.fused)
+        kept = memory.activations(
+            problem, mesh, solution.choices, solution.shardings, prices.item_bytes, prices.fused
+        )
         return _Placed(problem, prices, solution, part, step.Holdings(stored, tuple(calls)), frozen, kept)
 
 
@@ -305,14 +354,19 @@ def _infeasible(
         hints.append("precision bf16")
     per_node, nodes = cluster.devices_per_node, cluster.nodes
     stored = sum(elements * count for elements, count in work.parameters.values())
-    fixed = sum(size for kind, size in smallest.memory_bytes.items() if kind not in ("weights", "gradients", "optimizer"))
+    fixed = sum(
+        size
+        for kind, size in smallest.memory_bytes.items()
+        if kind not in memory.STORED
+    )
     room = smallest.limit_bytes - fixed
     if room > 0:
         needed = -(-stored * 16 // room)
         more = max(nodes + 1, -(-int(needed) // per_node))
         hints.append(f"about {more * per_node} devices ({more} nodes of {per_node})")
     largest = ", ".join(
-        f"{kind} {size / gib:.2f}" for kind, size in sorted(smallest.memory_bytes.items(), key=lambda kv: -kv[1])[:4]
+        f"{kind} {size / gib:.2f}"
+        for kind, size in sorted(smallest.memory_bytes.items(), key=lambda kv: -kv[1])[:4]
     )
     return InfeasibleError(
         f"no plan fits: the smallest needs {smallest.memory_total_bytes / gib:.2f} GiB per device, there are "

@@ -92,7 +92,8 @@ def fused_values(problem: Problem) -> frozenset[str]:
                 continue
             # What leaves through a view is in memory if what the view hands on is.
             if all(
-                kind_of(user) not in _UNFUSED and (kind_of(user) != "free" or all(result in inside for result in user.results))
+                kind_of(user) not in _UNFUSED
+                and (kind_of(user) != "free" or all(result in inside for result in user.results))
                 for user in users.get(name, ())
             ):
                 inside.add(name)
@@ -121,7 +122,12 @@ class Roofline:
         )
 
     def op_s(
-        self, work: Work, flops: float, side: float, operand_bytes: Sequence[float], result_bytes: Sequence[float]
+        self,
+        work: Work,
+        flops: float,
+        side: float,
+        operand_bytes: Sequence[float],
+        result_bytes: Sequence[float],
     ) -> tuple[float, float]:
         """(forward, backward) seconds. `flops`: of the forward; `side`: (m*n*k)**(1/3) of a matmul.
 
@@ -155,7 +161,11 @@ class Roofline:
         forward = (read + written) / self.memory + launches
         if not any(work.backward):
             return forward, 0.0
-        gradients = sum(s for s, back, counts in zip(operand_bytes, work.backward, work.reads, strict=True) if back and counts)
+        gradients = sum(
+            s
+            for s, back, counts in zip(operand_bytes, work.backward, work.reads, strict=True)
+            if back and counts
+        )
         backward = (written + gradients + (0.0 if work.linear else read)) / self.memory + launches
         return forward, backward
 
@@ -163,8 +173,13 @@ class Roofline:
 def matmul_side(op: Op, local: Mapping[str, int]) -> float:
     """(m*n*k)**(1/3) of one product: factors that every tensor has are batch dims and repeat it."""
     assert op.rule is not None
-    tensors = [{name for dim in dims for name in dim} for dims in (*op.rule.operands[:2], *op.rule.results[:1])]
-    return float(math.prod(size for name, size in local.items() if not all(name in have for have in tensors)) ** (1 / 3))
+    tensors = [
+        {name for dim in dims for name in dim} for dims in (*op.rule.operands[:2], *op.rule.results[:1])
+    ]
+    return float(
+        math.prod(size for name, size in local.items() if not all(name in have for have in tensors))
+        ** (1 / 3)
+    )
 
 
 def model_flops(problem: Problem) -> float:

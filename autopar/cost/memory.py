@@ -26,11 +26,22 @@ from autopar.sharding import Sharding
 
 # Ops whose gradient needs their result and not their operand.
 KEEPS_RESULT = frozenset(
-    f"aten.{name}" for name in ("exp", "rsqrt", "sqrt", "tanh", "sigmoid", "relu", "reciprocal", "softmax", "_softmax")
+    f"aten.{name}"
+    for name in ("exp", "rsqrt", "sqrt", "tanh", "sigmoid", "relu", "reciprocal", "softmax", "_softmax")
 )
 PRODUCTS = frozenset(f"aten.{name}" for name in ("mul", "div", "true_divide"))
+# The kinds of memory: what a rank stores of the parameters, and what scales with the micro-batch.
+STORED = ("weights", "gradients", "optimizer")
+BUFFERS, ACTIVATIONS, LOGITS, WORKSPACE = "gather and reduce buffers", "activations", "logits and loss", "workspace"
+SCALING = (ACTIVATIONS, LOGITS, WORKSPACE)
+FRAGMENTS, RESERVED = "fragmentation", "reserved"
 GRADIENT_BYTES = 4
-BUCKET_BYTES = 25 * 2**20  # gradients in flight of data-parallel reduction, torch's DistributedDataParallel default
+FRAGMENTATION = (
+    0.04  # of what comes and goes within a step; assumed, beside the floor in a device's `reserved_bytes`
+)
+BUCKET_BYTES = (
+    25 * 2**20
+)  # gradients in flight of data-parallel reduction, torch's DistributedDataParallel default
 
 
 @dataclass(frozen=True)
@@ -95,7 +106,9 @@ def activations(
         if kind_of(op) == "cross_entropy":
             info = problem.values[op.operands[0]].info
             elements = local(op.operands[0], uses[0]) / item_bytes[info.dtype]
-            logits += elements * (2 * item_bytes[info.dtype] + 4)  # the logits, their gradient, a softmax in fp32
+            logits += elements * (
+                2 * item_bytes[info.dtype] + 4
+            )  # the logits, their gradient, a softmax in fp32
             continue
         if op.operands and not _feeds_loss(op, problem):
             workspace = max(workspace, *sizes_made, 0.0)
@@ -112,7 +125,9 @@ def activations(
         if name not in maker and not value.state and value.gradient:
             entering[name.split("/", 1)[0]] += local(name, shardings[name])
     return Activations(
-        kept={block: (totals[block] - shared[block]) * times + shared[block] for block, times in blocks.items()},
+        kept={
+            block: (totals[block] - shared[block]) * times + shared[block] for block, times in blocks.items()
+        },
         inputs={block: entering[block] * times for block, times in blocks.items()},
         one=totals,
         logits=logits,
@@ -172,5 +187,5 @@ def static_bytes(
         "weights": weights + frozen_bytes,
         "gradients": GRADIENT_BYTES * own,
         "optimizer": 8 * own,
-        "gather and reduce buffers": min(buffers, stored * (copy + GRADIENT_BYTES)),
+        BUFFERS: min(buffers, stored * (copy + GRADIENT_BYTES)),
     }

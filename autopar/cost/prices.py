@@ -1,7 +1,7 @@
 """Prices: what the searches ask of the cost model, for one cluster, mesh and precision.
 
-    prices = Prices.of(cluster, mesh, "bf16", problem)
-    prices.step_s(Step("all_gather", "tp", 1), local_bytes=2**20) -> (forward seconds, backward seconds)
+prices = Prices.of(cluster, mesh, "bf16", problem)
+prices.step_s(Step("all_gather", "tp", 1), local_bytes=2**20) -> (forward seconds, backward seconds)
 """
 
 from __future__ import annotations
@@ -61,7 +61,9 @@ class Prices:
     def state_sum_s(self, axis: str, local_bytes: float) -> float:
         """Seconds per micro-batch of summing a whole parameter's gradient over `axis` once per step, in buckets large
         enough that only bytes count."""
-        _, rate = fixed_and_rate(self.cluster.links, "all_reduce", self.mesh.sizes[axis], self.mesh.stride(axis))
+        _, rate = fixed_and_rate(
+            self.cluster.links, "all_reduce", self.mesh.sizes[axis], self.mesh.stride(axis)
+        )
         return rate * local_bytes / self.micro_batches
 
     def step_s(self, step: Step, local_bytes: float) -> tuple[float, float]:
@@ -69,7 +71,8 @@ class Prices:
         kinds = COLLECTIVES[step.kind, step.grad_sums]
         sizes = sent_bytes(step, local_bytes, self.mesh.sizes[step.axis])
         forward, backward = (
-            self.collective_s(kind, step.axis, size) if kind else 0.0 for kind, size in zip(kinds, sizes, strict=True)
+            self.collective_s(kind, step.axis, size) if kind else 0.0
+            for kind, size in zip(kinds, sizes, strict=True)
         )
         return forward, backward
 

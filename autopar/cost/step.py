@@ -57,11 +57,17 @@ def parameter_s(prices: Prices, micro_batches: int) -> float:
     """What `Prices.parameter_s` should be on a mesh whose data axes are one `dp`: the optimizer's traffic and one
     all-reduce of the gradient per step, not hidden."""
     mesh = prices.mesh
-    reduce_s = prices.collective_s("all_reduce", "dp", 2.0**30 * GRADIENT_BYTES) / 2**30 if mesh.sizes["dp"] > 1 else 0.0
+    reduce_s = (
+        prices.collective_s("all_reduce", "dp", 2.0**30 * GRADIENT_BYTES) / 2**30
+        if mesh.sizes["dp"] > 1
+        else 0.0
+    )
     return (optimizer_s(1.0, prices) + reduce_s) / micro_batches
 
 
-def step_s(part: MicroBatch, holdings: Holdings, prices: Prices, micro_batches: int, recompute: bool) -> dict[str, float]:
+def step_s(
+    part: MicroBatch, holdings: Holdings, prices: Prices, micro_batches: int, recompute: bool
+) -> dict[str, float]:
     """Seconds by kind of one step.
 
     fsdp (ZeRO-3; Rajbhandari et al. 2020, section 7): per micro-batch every call's parameters are all-gathered in the
@@ -77,14 +83,18 @@ def step_s(part: MicroBatch, holdings: Holdings, prices: Prices, micro_batches: 
         gathers = reduces = regathers = first = last = 0.0
         for elements, count, recomputed in holdings.calls:
             gather = prices.collective_s("all_gather", "fsdp", elements * copy) if elements else 0.0
-            reduce = prices.collective_s("reduce_scatter", "fsdp", elements * GRADIENT_BYTES) if elements else 0.0
+            reduce = (
+                prices.collective_s("reduce_scatter", "fsdp", elements * GRADIENT_BYTES) if elements else 0.0
+            )
             first, last = first or gather, last or reduce
             gathers += count * gather
             reduces += count * reduce
             regathers += count * gather if recompute and recomputed else 0.0
         backward_traffic = gathers + regathers + reduces
         if overlap:
-            exposed_fsdp = max(first, gathers - part.forward) + max(last, backward_traffic - part.backward - again)
+            exposed_fsdp = max(first, gathers - part.forward) + max(
+                last, backward_traffic - part.backward - again
+            )
             window = max(0.0, part.backward + again - backward_traffic)
         else:
             exposed_fsdp = gathers + backward_traffic

@@ -54,7 +54,8 @@ class OpCall:
         """`Rule.parse` of `text` for this instance's shapes, with other Rule fields set; `whole` is added to."""
         rule = Rule.parse(text, self.shapes, self.result_shapes)
         whole = rule.whole | frozenset(fields.pop("whole", ()))
-        return replace(rule, whole=whole, **fields)
+        logical = {name: word for name, word in fields.pop("logical", {}).items() if name in rule.sizes}
+        return replace(rule, whole=whole, logical=logical, **fields)
 
 
 RuleFunction = Callable[[OpCall], "Rule | None"]

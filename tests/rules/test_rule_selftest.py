@@ -23,7 +23,7 @@ CASES = [
     for index, example in enumerate(examples)
 ]
 MESH_OF_TWO = (Mesh((("x", 2),)),)
-QUICK = settings(max_examples=40, deadline=None)
+QUICK = settings(max_examples=25, deadline=None)
 
 
 def test_every_rule_has_an_example() -> None:

@@ -1,0 +1,98 @@
+"""On every rank: loss and gradients of tiny models under each given mesh, against the same model unsharded here."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import autopar.api as api
+from autopar.plan import Plan
+from autopar.runtime.groups import leave
+from tests.runtime.processes import write_result
+from tests.tiny import tiny
+
+
+
+def fixes(kind: str, variant: str) -> tuple[str, ...]:
+    if variant != "megatron":
+        return ()
+    # ViT has 16 patches and a class token: its sequence of 17 does not divide.
+    return ("heads=tp", "ffn=tp", "vocab=tp") if kind == "vit" else ("heads=tp", "ffn=tp", "vocab=tp", "sequence=tp")
+
+
+def shared_plan(*arguments: Any, **options: Any) -> Plan:
+    """Rank 0 plans, for all."""
+    text = [api.plan(*arguments, **options).to_json() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(text)
+    assert text[0] is not None
+    return Plan.from_json(text[0])
+
+
+def remember_captures() -> None:
+    """The same model in the same shapes is captured once, however many meshes it is run on."""
+    capture = api.capture
+    known: dict[Any, Any] = {}
+
+    @functools.wraps(capture)
+    def cached(model: torch.nn.Module, inputs: dict[str, Any], **options: Any) -> Any:
+        shapes = tuple((name, tuple(value.shape)) for name, value in inputs.items())
+        key = (type(model), shapes, tuple(sorted(options.items(), key=str)))
+        if key not in known:
+            known[key] = capture(model, inputs, **options)
+        return known[key]
+
+    api.capture = cached
+
+
+def compare(kind: str, mesh: str, variant: str) -> dict[str, float]:
+    """Errors of one case: the loss relative, the worst gradient relative to its norm, the global norm relative."""
+    model, batch = tiny(kind)
+    reference = model(**batch).loss
+    reference.backward()
+    expected = {name: parameter.grad for name, parameter in model.named_parameters()}
+    largest = max(float(gradient.norm()) for gradient in expected.values() if gradient is not None)
+    options = {"recompute": "full"} if variant == "recompute" else {"micro_batches": 2} if variant == "micro" else {}
+    devices = 1
+    for part in mesh.split(","):
+        devices *= int(part.split("=")[1])
+    plan = shared_plan(model, f"cpu:{devices}", example_inputs=batch, mesh=mesh, fix=fixes(kind, variant), **options)
+    run = api.compile(model, plan=plan, example_inputs=batch, compiled=variant == "compile").start(timeout_s=120)
+    loss = run.trainer.gradients(batch)
+    worst, which = 0.0, ""
+    for name, gradient in expected.items():
+        if name not in run.parameters:
+            assert gradient is None, f"{name} has a gradient and is not in the program"
+            continue
+        found = run.whole_gradient(name)
+        # A gradient that is zero but for rounding (of a key's bias: softmax does not see it) has no relative error of
+        # its own; measure it against the largest.
+        scale = max(float(gradient.norm()), 1e-4 * largest) if gradient is not None else largest
+        error = float((found - (0.0 if gradient is None else gradient)).norm()) / scale
+        if not error <= worst:
+            worst, which = error, name
+    norm = float(run.trainer.model.store.gradient_norm())
+    expected_norm = float(torch.stack([g.norm() for g in expected.values() if g is not None]).norm())
+    return {
+        "loss": abs(loss / float(reference.detach()) - 1),
+        "gradient": worst,
+        "norm": abs(norm / expected_norm - 1),
+        "which": which,  # type: ignore[dict-item]
+    }
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=120))
+    remember_captures()
+    results = {}
+    for case in sys.argv[1:]:
+        kind, mesh, variant = case.split("/")
+        results[case] = compare(kind, mesh, variant)
+        print(case, results[case], flush=True)
+    write_result(results)
+    leave()

@@ -1,0 +1,47 @@
+"""Sharded training gives the unsharded loss and every gradient, for each model family, mesh and way of running."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.runtime.processes import run_on
+from tests.tiny import MODELS
+
+TWO = ["dp=2", "fsdp=2", "tp=2"]
+FOUR = ["dp=4", "fsdp=4", "tp=4", "dp=2,tp=2", "fsdp=2,tp=2", "dp=2,fsdp=2"]
+
+
+def cases(meshes: list[str]) -> list[str]:
+    """What the planner chooses on each mesh, and Megatron's placement wherever there is a tp axis."""
+    planned = [f"{kind}/{mesh}/planned" for kind in MODELS for mesh in meshes]
+    return planned + [f"{kind}/{mesh}/megatron" for kind in MODELS for mesh in meshes if mesh.endswith("tp=2")]
+
+
+TWO_CASES = [*cases(TWO), "llama/dp=2/micro", "t5/fsdp=2/micro", "llama/tp=2/recompute", "bert/fsdp=2/recompute"]
+FOUR_CASES = [*cases(FOUR), "gpt2/dp=2,tp=2/micro", "llama/fsdp=2,tp=2/recompute"]
+
+
+@pytest.fixture(scope="module")
+def on_two() -> dict[str, dict[str, float]]:
+    return run_on(2, "equality_worker.py", *TWO_CASES)[0]
+
+
+@pytest.fixture(scope="module")
+def on_four() -> dict[str, dict[str, float]]:
+    return run_on(4, "equality_worker.py", *FOUR_CASES, timeout=280)[0]
+
+
+@pytest.mark.parametrize("case", TWO_CASES)
+def test_two_processes_equal_one(on_two: dict[str, dict[str, float]], case: str) -> None:
+    check(on_two[case])
+
+
+@pytest.mark.parametrize("case", FOUR_CASES)
+def test_four_processes_equal_one(on_four: dict[str, dict[str, float]], case: str) -> None:
+    check(on_four[case])
+
+
+def check(errors: dict[str, float]) -> None:
+    assert errors["loss"] < 1e-5, errors
+    assert errors["gradient"] < 1e-5, errors
+    assert errors["norm"] < 1e-5, errors
