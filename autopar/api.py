@@ -1,12 +1,12 @@
 """The Python interface: plan, compile, load_plan; Compiled.
 
-    import autopar
-    plan = autopar.plan("llama-3.1-8b", "h100:8x8", batch=128, seq=8192)     # no GPU, nothing allocated
-    print(plan)
+import autopar
+plan = autopar.plan("llama-3.1-8b", "h100:8x8", batch=128, seq=8192)     # no GPU, nothing allocated
+print(plan)
 
-    compiled = autopar.compile(model, "cpu:4", example_inputs)               # under torchrun
-    for batch in batches:
-        print(compiled.train_step(batch).loss)
+compiled = autopar.compile(model, "cpu:4", example_inputs)               # under torchrun
+for batch in batches:
+    print(compiled.train_step(batch).loss)
 """
 
 from __future__ import annotations
@@ -141,7 +141,9 @@ def compile(
     source = _source(model)
     if plan is None:
         if cluster is None:
-            raise UsageError("compile needs a cluster or a plan", hint="compile(model, 'cpu:4', example_inputs)")
+            raise UsageError(
+                "compile needs a cluster or a plan", hint="compile(model, 'cpu:4', example_inputs)"
+            )
         from autopar.api import plan as make_plan
 
         chosen = make_plan(source, cluster, example_inputs=example_inputs, progress=progress, **options)
@@ -159,7 +161,12 @@ class Compiled:
     """
 
     def __init__(self, plan: Plan, source: ModelSource, rank_program: RankProgram, use_compile: bool) -> None:
-        self.plan, self.rank_program, self._source, self._use_compile = plan, rank_program, source, use_compile
+        self.plan, self.rank_program, self._source, self._use_compile = (
+            plan,
+            rank_program,
+            source,
+            use_compile,
+        )
         self._trainer: Trainer | None = None
 
     def start(
@@ -178,11 +185,19 @@ class Compiled:
         module = self._source.load() if self._source.load is not None else self._source.build()
         store = ParameterStore(self.rank_program, groups, _state_of(module, self.rank_program.constants))
         model = RankModel(
-            self.rank_program, groups, store, compiled=self._use_compile, recompute=self.plan.recompute == "full"
+            self.rank_program,
+            groups,
+            store,
+            compiled=self._use_compile,
+            recompute=self.plan.recompute == "full",
         )
         trainable = [parameter for parameter in store.parameters.values() if parameter.requires_grad]
-        make = optimizer or (lambda parameters: torch.optim.AdamW(parameters, lr=lr, weight_decay=weight_decay))
-        self._trainer = Trainer(model, make(trainable), micro_batches=self.plan.data.micro_batches, max_norm=max_norm)
+        make = optimizer or (
+            lambda parameters: torch.optim.AdamW(parameters, lr=lr, weight_decay=weight_decay)
+        )
+        self._trainer = Trainer(
+            model, make(trainable), micro_batches=self.plan.data.micro_batches, max_norm=max_norm
+        )
         return self
 
     @property
@@ -220,7 +235,9 @@ class Compiled:
         """The unsharded gradient of a parameter, after `trainer.gradients(batch)`. All ranks must call it."""
         store = self.trainer.model.store
         gradient = store.entries[name].parameter.grad
-        return store.whole(name, torch.zeros_like(store.entries[name].parameter) if gradient is None else gradient)
+        return store.whole(
+            name, torch.zeros_like(store.entries[name].parameter) if gradient is None else gradient
+        )
 
     def save(self, folder: str | Path) -> None:
         """Save parameters, optimizer and step as whole tensors. All ranks must call it."""
@@ -232,7 +249,8 @@ class Compiled:
         about = load_checkpoint(Path(folder), self.trainer)
         if about.get("fingerprint", self.plan.model.fingerprint) != self.plan.model.fingerprint:
             raise PlanError(
-                f"the checkpoint is of {about.get('model')}, the plan of {self.plan.model.name}", where=str(folder)
+                f"the checkpoint is of {about.get('model')}, the plan of {self.plan.model.name}",
+                where=str(folder),
             )
 
 
@@ -247,7 +265,10 @@ def generator(
     module = source.load() if source.load is not None else source.build()
     module.requires_grad_(False)
     wrapped = NextToken(module)
-    inputs = {"input_ids": torch.zeros(rows, length, dtype=torch.int64), "last": torch.zeros(rows, dtype=torch.int64)}
+    inputs = {
+        "input_ids": torch.zeros(rows, length, dtype=torch.int64),
+        "last": torch.zeros(rows, dtype=torch.int64),
+    }
     program = capture(wrapped, inputs, outputs=("logits",), name=source.name)
     prepared = _passes(program, lambda _: None, None)
     mesh = Mesh.of({"dp": 1, "fsdp": 1, "tp": processes})
@@ -257,7 +278,9 @@ def generator(
     solution = solve(prepared.problem, mesh, Prices.of(cluster, mesh, "fp32", prepared.problem))
     rank_program = lower(prepared.program, prepared.problem, solution, mesh)
     groups = join_mesh(mesh)
-    return RankModel(rank_program, groups, ParameterStore(rank_program, groups, _state_of(wrapped, program.constants)))
+    return RankModel(
+        rank_program, groups, ParameterStore(rank_program, groups, _state_of(wrapped, program.constants))
+    )
 
 
 # ---- parts ---------------------------------------------------------------------------------------------------------
@@ -274,7 +297,9 @@ class _Form:
     def of_batch(self, batch: int) -> dict[str, Any]:
         """The same inputs for another number of sequences."""
         return {
-            name: value.new_empty((batch, *value.shape[1:])) if isinstance(value, Tensor) and value.dim() else value
+            name: value.new_empty((batch, *value.shape[1:]))
+            if isinstance(value, Tensor) and value.dim()
+            else value
             for name, value in self.inputs.items()
         }
 
@@ -296,15 +321,28 @@ def _form(
         with torch.device("meta"):
             inputs: Mapping[str, Any] = source.example_inputs(batch or 8, seq or 128)
     else:
-        inputs = {name: value.to("meta") if isinstance(value, Tensor) else value for name, value in example_inputs.items()}
+        inputs = {
+            name: value.to("meta") if isinstance(value, Tensor) else value
+            for name, value in example_inputs.items()
+        }
     tensors = [value for value in inputs.values() if isinstance(value, Tensor) and value.dim()]
     if not tensors:
-        raise UsageError("the example inputs hold no tensor with a batch dim", hint="{'input_ids': ..., 'labels': ...}")
+        raise UsageError(
+            "the example inputs hold no tensor with a batch dim", hint="{'input_ids': ..., 'labels': ...}"
+        )
     found = int(tensors[0].shape[0])
-    odd = [name for name, value in inputs.items() if isinstance(value, Tensor) and value.dim() and value.shape[0] != found]
+    odd = [
+        name
+        for name, value in inputs.items()
+        if isinstance(value, Tensor) and value.dim() and value.shape[0] != found
+    ]
     if odd:
-        raise UsageError(f"the example inputs have different batch sizes: {odd[0]} has {inputs[odd[0]].shape[0]}, another {found}")
-    form = _Form(inputs, found, seq or next((int(value.shape[1]) for value in tensors if value.dim() == 2), 1))
+        raise UsageError(
+            f"the example inputs have different batch sizes: {odd[0]} has {inputs[odd[0]].shape[0]}, another {found}"
+        )
+    form = _Form(
+        inputs, found, seq or next((int(value.shape[1]) for value in tensors if value.dim() == 2), 1)
+    )
     if batch is not None and batch != found:
         form = _Form(form.of_batch(batch), batch, form.seq)
     return form
@@ -324,11 +362,16 @@ def _mesh(mesh: str | Mesh | None, devices: int) -> Mesh | None:
     sizes = {"dp": given.get("dp", devices // rest), "fsdp": given.get("fsdp", 1), "tp": given.get("tp", 1)}
     full = Mesh.of(sizes)
     if full.device_count != devices:
-        raise UsageError(f"mesh {full} has {full.device_count} devices, the cluster {devices}", hint="sizes whose product is that")
+        raise UsageError(
+            f"mesh {full} has {full.device_count} devices, the cluster {devices}",
+            hint="sizes whose product is that",
+        )
     return full
 
 
-def _prepare(source: ModelSource, form: _Form, precision: str, tell: Progress, *, dump: str | Path | None = None) -> _Prepared:
+def _prepare(
+    source: ModelSource, form: _Form, precision: str, tell: Progress, *, dump: str | Path | None = None
+) -> _Prepared:
     tell(f"building {source.name}")
     with torch.device("meta"):
         module = source.build()
@@ -350,7 +393,9 @@ def _passes(program: Program, tell: Progress, dump: Path | None) -> _Prepared:
 def _lower(source: ModelSource, form: _Form, plan: Plan, tell: Progress) -> RankProgram:
     """The rank program of a plan; checks that the plan is for this model."""
     mesh = plan.parsed_mesh
-    micro = _Form(form.of_batch(form.batch // plan.data.micro_batches), form.batch // plan.data.micro_batches, form.seq)
+    micro = _Form(
+        form.of_batch(form.batch // plan.data.micro_batches), form.batch // plan.data.micro_batches, form.seq
+    )
     prepared = _prepare(source, micro, plan.precision, tell)
     found = fingerprint(prepared.program)
     if found != plan.model.fingerprint:
@@ -378,4 +423,3 @@ def _dump(folder: Path, name: str, text: str) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     suffix = "json" if name == "plan" else "txt"
     (folder / f"{_ORDER.index(name) + 1}-{name}.{suffix}").write_text(text + "\n")
-

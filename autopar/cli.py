@@ -28,7 +28,6 @@ from autopar.errors import AutoparError, UsageError
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from autopar.api import Compiled
     from autopar.models.model_source import ModelSource
     from autopar.plan import Plan
 
@@ -41,19 +40,33 @@ app = typer.Typer(
 )
 
 ModelArgument = Annotated[
-    str, typer.Argument(help="a published name (autopar models), a checkpoint folder, or file.py:function", metavar="MODEL")
+    str,
+    typer.Argument(
+        help="a published name (autopar models), a checkpoint folder, or file.py:function", metavar="MODEL"
+    ),
 ]
-ClusterOption = Annotated[str, typer.Option("--cluster", "-c", help="h100:64x8, cpu:4, local, or a YAML file (autopar devices)")]
+ClusterOption = Annotated[
+    str, typer.Option("--cluster", "-c", help="h100:64x8, cpu:4, local, or a YAML file (autopar devices)")
+]
 BatchOption = Annotated[int, typer.Option("--batch", min=1, help="sequences per step over the whole cluster")]
 SeqOption = Annotated[int, typer.Option("--seq", min=1, help="tokens per sequence")]
 FixOption = Annotated[
-    list[str] | None, typer.Option("--fix", help="a constraint, such as heads=tp or 'model.layers.*.up_proj.weight=[_@tp, _]'")
+    list[str] | None,
+    typer.Option("--fix", help="a constraint, such as heads=tp or 'model.layers.*.up_proj.weight=[_@tp, _]'"),
 ]
-MeshOption = Annotated[str | None, typer.Option("--mesh", help="sizes to use instead of searching: dp=2,fsdp=1,tp=2")]
-MicroOption = Annotated[int | None, typer.Option("--micro-batches", min=1, help="gradient accumulation steps (default: searched)")]
+MeshOption = Annotated[
+    str | None, typer.Option("--mesh", help="sizes to use instead of searching: dp=2,fsdp=1,tp=2")
+]
+MicroOption = Annotated[
+    int | None, typer.Option("--micro-batches", min=1, help="gradient accumulation steps (default: searched)")
+]
 RecomputeOption = Annotated[str | None, typer.Option("--recompute", help="none or full (default: searched)")]
-PrecisionOption = Annotated[str | None, typer.Option("--precision", help="fp32 or bf16 (default: fp32 on cpu, else bf16)")]
-JsonOption = Annotated[bool, typer.Option("--json", help="JSON on standard output, everything else on standard error")]
+PrecisionOption = Annotated[
+    str | None, typer.Option("--precision", help="fp32 or bf16 (default: fp32 on cpu, else bf16)")
+]
+JsonOption = Annotated[
+    bool, typer.Option("--json", help="JSON on standard output, everything else on standard error")
+]
 QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="no progress")]
 
 
@@ -69,7 +82,9 @@ def plan(
     recompute: RecomputeOption = None,
     precision: PrecisionOption = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="write the plan to this file")] = None,
-    dump: Annotated[Path | None, typer.Option("--dump", help="a folder that gets the program as text after every pass")] = None,
+    dump: Annotated[
+        Path | None, typer.Option("--dump", help="a folder that gets the program as text after every pass")
+    ] = None,
     as_json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
@@ -112,18 +127,30 @@ def diff(one: Annotated[Path, typer.Argument()], other: Annotated[Path, typer.Ar
 def train(
     model: ModelArgument,
     cluster: ClusterOption = "local",
-    plan_file: Annotated[Path | None, typer.Option("--plan", help="train with this plan instead of making one")] = None,
+    plan_file: Annotated[
+        Path | None, typer.Option("--plan", help="train with this plan instead of making one")
+    ] = None,
     batch: BatchOption = 8,
     seq: SeqOption = 128,
     steps: Annotated[int, typer.Option("--steps", min=1, help="the step to train up to")] = 30,
     lr: Annotated[float, typer.Option("--lr", help="AdamW's learning rate")] = 3e-4,
     weight_decay: Annotated[float, typer.Option("--weight-decay")] = 0.0,
-    max_norm: Annotated[float, typer.Option("--max-norm", help="clip the global gradient norm to this; 0: never")] = 1.0,
-    data: Annotated[str, typer.Option("--data", help="a text file, or 'pydoc': the help texts that ship with Python")] = "pydoc",
-    tokenizer: Annotated[Path | None, typer.Option("--tokenizer", help="a folder with tokenizer.json (default: MODEL's)")] = None,
-    seed: Annotated[int, typer.Option("--seed", help="of the random weights and of the order of the data")] = 0,
+    max_norm: Annotated[
+        float, typer.Option("--max-norm", help="clip the global gradient norm to this; 0: never")
+    ] = 1.0,
+    data: Annotated[
+        str, typer.Option("--data", help="a text file, or 'pydoc': the help texts that ship with Python")
+    ] = "pydoc",
+    tokenizer: Annotated[
+        Path | None, typer.Option("--tokenizer", help="a folder with tokenizer.json (default: MODEL's)")
+    ] = None,
+    seed: Annotated[
+        int, typer.Option("--seed", help="of the random weights and of the order of the data")
+    ] = 0,
     out: Annotated[Path | None, typer.Option("--out", help="folder for checkpoints")] = None,
-    save_every: Annotated[int, typer.Option("--save-every", min=0, help="steps between checkpoints; 0: only the last")] = 0,
+    save_every: Annotated[
+        int, typer.Option("--save-every", min=0, help="steps between checkpoints; 0: only the last")
+    ] = 0,
     resume: Annotated[bool, typer.Option("--resume", help="go on from the checkpoint in --out")] = False,
     compiled: Annotated[bool, typer.Option("--compile", help="run the blocks through torch.compile")] = False,
     fix: FixOption = None,
@@ -131,7 +158,9 @@ def train(
     micro_batches: MicroOption = None,
     recompute: RecomputeOption = None,
     precision: PrecisionOption = None,
-    timeout: Annotated[float, typer.Option("--timeout", help="seconds after which a collective gives up")] = 300.0,
+    timeout: Annotated[
+        float, typer.Option("--timeout", help="seconds after which a collective gives up")
+    ] = 300.0,
     as_json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
@@ -147,7 +176,10 @@ def train(
         raise UsageError("--resume needs --out, the folder with the checkpoint")
     if plan_file is None:
         if launched() and int(os.environ["WORLD_SIZE"]) > 1:
-            raise UsageError("under torchrun a plan must be given", hint="autopar plan ... -o plan.json, then --plan plan.json")
+            raise UsageError(
+                "under torchrun a plan must be given",
+                hint="autopar plan ... -o plan.json, then --plan plan.json",
+            )
         with _progress(quiet) as tell:
             chosen = api.plan(
                 model,
@@ -167,21 +199,63 @@ def train(
     if processes > 1 and not launched():
         limit = os.cpu_count() or 1
         if processes > 64 * limit:
-            raise UsageError(f"the plan is for {processes} devices, this machine cannot run that many processes", hint="torchrun on the cluster")
+            raise UsageError(
+                f"the plan is for {processes} devices, this machine cannot run that many processes",
+                hint="torchrun on the cluster",
+            )
         with tempfile.TemporaryDirectory(prefix="autopar-") as folder:
             file = plan_file or Path(folder) / "plan.json"
             if plan_file is None:
                 chosen.save(file)
                 if not quiet:
                     print(f"plan: {chosen.mesh}, {processes} processes", file=sys.stderr)
-            arguments = ["train", model, "--plan", str(file), f"--steps={steps}", f"--lr={lr}", f"--weight-decay={weight_decay}"]
-            arguments += [f"--max-norm={max_norm}", f"--data={data}", f"--seed={seed}", f"--save-every={save_every}", f"--timeout={timeout}"]
+            arguments = [
+                "train",
+                model,
+                "--plan",
+                str(file),
+                f"--steps={steps}",
+                f"--lr={lr}",
+                f"--weight-decay={weight_decay}",
+            ]
+            arguments += [
+                f"--max-norm={max_norm}",
+                f"--data={data}",
+                f"--seed={seed}",
+                f"--save-every={save_every}",
+                f"--timeout={timeout}",
+            ]
             arguments += [f"--tokenizer={tokenizer}"] if tokenizer else []
             arguments += [f"--out={out}"] if out else []
-            arguments += [flag for flag, on in (("--resume", resume), ("--compile", compiled), ("--json", as_json), ("--quiet", quiet)) if on]
+            arguments += [
+                flag
+                for flag, on in (
+                    ("--resume", resume),
+                    ("--compile", compiled),
+                    ("--json", as_json),
+                    ("--quiet", quiet),
+                )
+                if on
+            ]
             launch(arguments, processes)
         return
-    _train(chosen, model, steps, lr, weight_decay, max_norm, data, tokenizer, seed, out, save_every, resume, compiled, timeout, as_json)
+    _train(
+        chosen,
+        model,
+        steps,
+        lr,
+        weight_decay,
+        max_norm,
+        data,
+        tokenizer,
+        seed,
+        out,
+        save_every,
+        resume,
+        compiled,
+        timeout,
+        as_json,
+    )
 
 
 def _train(
@@ -238,10 +312,15 @@ def _print_step(step: int, loss: float, norm: float, seconds: float, chosen: Pla
     if as_json:
         print(json.dumps({"step": step, "loss": loss, "gradient_norm": norm, "seconds": seconds}), flush=True)
     else:
-        print(f"step {step:4d}  loss {loss:.6f}  gradient norm {norm:8.4f}  {seconds:6.2f} s  {tokens:8.0f} tokens/s", flush=True)
+        print(
+            f"step {step:4d}  loss {loss:.6f}  gradient norm {norm:8.4f}  {seconds:6.2f} s  {tokens:8.0f} tokens/s",
+            flush=True,
+        )
 
 
-def _batches(source: ModelSource, chosen: Plan, data: str, tokenizer: Path | None, seed: int) -> Callable[[int], dict[str, Tensor]]:
+def _batches(
+    source: ModelSource, chosen: Plan, data: str, tokenizer: Path | None, seed: int
+) -> Callable[[int], dict[str, Tensor]]:
     """Step -> whole batch: text for language models, the source's example (the same each step) for others."""
     import torch
 
@@ -272,8 +351,13 @@ def generate(
     model: ModelArgument,
     prompts: Annotated[list[str], typer.Argument(help="one or more prompts", metavar="PROMPT...")],
     max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", min=1)] = 64,
-    processes: Annotated[int, typer.Option("--processes", min=1, help="split the model over this many processes (tensor parallel)")] = 1,
-    tokenizer: Annotated[Path | None, typer.Option("--tokenizer", help="a folder with tokenizer.json (default: MODEL's)")] = None,
+    processes: Annotated[
+        int,
+        typer.Option("--processes", min=1, help="split the model over this many processes (tensor parallel)"),
+    ] = 1,
+    tokenizer: Annotated[
+        Path | None, typer.Option("--tokenizer", help="a folder with tokenizer.json (default: MODEL's)")
+    ] = None,
     as_json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
@@ -281,7 +365,13 @@ def generate(
     from autopar.runtime.launch import launch, launched
 
     if processes > 1 and not launched():
-        arguments = ["generate", model, *prompts, f"--max-new-tokens={max_new_tokens}", f"--processes={processes}"]
+        arguments = [
+            "generate",
+            model,
+            *prompts,
+            f"--max-new-tokens={max_new_tokens}",
+            f"--processes={processes}",
+        ]
         arguments += [f"--tokenizer={tokenizer}"] if tokenizer else []
         arguments += [flag for flag, on in (("--json", as_json), ("--quiet", quiet)) if on]
         launch(arguments, processes)
@@ -289,7 +379,9 @@ def generate(
     _generate(model, prompts, max_new_tokens, processes, tokenizer, as_json)
 
 
-def _generate(model: str, prompts: list[str], new_tokens: int, processes: int, folder: Path | None, as_json: bool) -> None:
+def _generate(
+    model: str, prompts: list[str], new_tokens: int, processes: int, folder: Path | None, as_json: bool
+) -> None:
     from transformers import AutoTokenizer
 
     from autopar import api
@@ -312,7 +404,12 @@ def _generate(model: str, prompts: list[str], new_tokens: int, processes: int, f
         if ranks.groups.rank == 0:
             for prompt, tokens in zip(prompts, results, strict=True):
                 text = words.decode(tokens, skip_special_tokens=True)
-                print(json.dumps({"prompt": prompt, "tokens": tokens, "text": text}) if as_json else f"{prompt}{text}\n", flush=True)
+                print(
+                    json.dumps({"prompt": prompt, "tokens": tokens, "text": text})
+                    if as_json
+                    else f"{prompt}{text}\n",
+                    flush=True,
+                )
     finally:
         leave()
 

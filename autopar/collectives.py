@@ -43,7 +43,8 @@ def _reduce_scatter(tensor: Tensor, dim: int, group: str, size: int) -> Tensor:
 
 def _split_to_front(tensor: Tensor, dim: int, size: int) -> Tensor:
     """[..., n, ...] to [size, ..., n / size, ...]."""
-    return tensor.unflatten(dim, (size, tensor.shape[dim] // size)).movedim(dim, 0)
+    pieces: Tensor = tensor.unflatten(dim, (size, tensor.shape[dim] // size)).movedim(dim, 0)
+    return pieces
 
 
 def _own_slice(tensor: Tensor, dim: int, size: int, rank: Tensor) -> Tensor:
@@ -69,7 +70,7 @@ class _Copy(Function):
         return tensor.view_as(tensor)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return _all_reduce(gradient, ctx.group), None
 
 
@@ -80,19 +81,21 @@ class _AllReduce(Function):
         return _all_reduce(tensor, group)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         return (_all_reduce(gradient, ctx.group) if ctx.grad_sums else gradient), None, None
 
 
 class _AllGather(Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, dim: int, group: str, size: int, rank: Tensor, grad_sums: bool) -> Tensor:
+    def forward(
+        ctx: Any, tensor: Tensor, dim: int, group: str, size: int, rank: Tensor, grad_sums: bool
+    ) -> Tensor:
         ctx.dim, ctx.group, ctx.size, ctx.grad_sums = dim, group, size, grad_sums
         ctx.save_for_backward(rank)
         return _all_gather(tensor, dim, group, size)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         (rank,) = ctx.saved_tensors
         if ctx.grad_sums:
             result = _reduce_scatter(gradient, ctx.dim, ctx.group, ctx.size)
@@ -108,7 +111,7 @@ class _ReduceScatter(Function):
         return _reduce_scatter(tensor, dim, group, size)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         return _all_gather(gradient, ctx.dim, ctx.group, ctx.size), None, None, None
 
 
@@ -119,7 +122,7 @@ class _Slice(Function):
         return _own_slice(tensor, dim, size, rank).contiguous()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         return _all_gather(gradient, ctx.dim, ctx.group, ctx.size), None, None, None, None
 
 
@@ -130,7 +133,7 @@ class _AllToAll(Function):
         return _all_to_all(tensor, gather_dim, split_dim, group, size)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         gather_dim, split_dim = ctx.dims
         return _all_to_all(gradient, split_dim, gather_dim, ctx.group, ctx.size), None, None, None, None
 
@@ -174,7 +177,12 @@ def scaled_sum(tensor: Tensor, ways: int) -> Tensor:
 
 
 def vocab_embedding(
-    weight: Tensor, ids: Tensor, rank: Tensor, padding_idx: int = -1, scale_grad: bool = False, sparse: bool = False
+    weight: Tensor,
+    ids: Tensor,
+    rank: Tensor,
+    padding_idx: int = -1,
+    scale_grad: bool = False,
+    sparse: bool = False,
 ) -> Tensor:
     """Rows of an embedding whose vocabulary is split: zero for the ids that other ranks hold, so the result is a
     partial sum. weight [vocabulary / n, hidden], ids [...] -> [..., hidden]."""
@@ -197,7 +205,16 @@ class _VocabCrossEntropySum(Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, labels: Tensor, group: str, size: int, rank: Tensor, ignore: int, smooth: float) -> Tensor:
+    def forward(
+        ctx: Any,
+        logits: Tensor,
+        labels: Tensor,
+        group: str,
+        size: int,
+        rank: Tensor,
+        ignore: int,
+        smooth: float,
+    ) -> Tensor:
         values = logits.float()
         width = values.shape[-1]
         peak = _all_reduce(values.amax(-1), group, "max")
@@ -217,7 +234,7 @@ class _VocabCrossEntropySum(Function):
         return (losses * counted).sum()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         probabilities, index, mine, counted = ctx.saved_tensors
         hit = (1 - ctx.smooth) * mine.to(probabilities.dtype).unsqueeze(-1)
         slope = probabilities.scatter_add(-1, index, -hit)
@@ -259,7 +276,9 @@ def split_cross_entropy(
     return total, count
 
 
-def causal_attention(query: Tensor, key: Tensor, value: Tensor, size: int, rank: Tensor, **options: Any) -> Tensor:
+def causal_attention(
+    query: Tensor, key: Tensor, value: Tensor, size: int, rank: Tensor, **options: Any
+) -> Tensor:
     """Causal attention of this rank's slice of the queries against all keys.
 
     query [batch, heads, sequence / size, head_dim]; key, value [batch, kv heads, sequence, head_dim].

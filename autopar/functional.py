@@ -8,7 +8,11 @@ from torch.nn import functional
 
 
 def cross_entropy(
-    logits: Tensor, labels: Tensor, ignore_index: int = -100, reduction: str = "mean", label_smoothing: float = 0.0
+    logits: Tensor,
+    labels: Tensor,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
 ) -> Tensor:
     """Cross-entropy of logits [..., vocabulary] against labels [...], tokens not flattened.
 
@@ -25,7 +29,9 @@ def cross_entropy(
     return flat.reshape(labels.shape) if reduction == "none" else flat
 
 
-def cross_entropy_sum(logits: Tensor, labels: Tensor, ignore_index: int, label_smoothing: float) -> tuple[Tensor, Tensor]:
+def cross_entropy_sum(
+    logits: Tensor, labels: Tensor, ignore_index: int, label_smoothing: float
+) -> tuple[Tensor, Tensor]:
     """Sum of the losses and the number of labels counted, both scalars (count in float)."""
     total = cross_entropy(logits, labels, ignore_index, "sum", label_smoothing)
     return total, (labels != ignore_index).sum().to(torch.float32)

@@ -28,11 +28,17 @@ class Mesh:
         seen: set[str] = set()
         for name, size in self.axes:
             if not _NAME.fullmatch(name):
-                raise ShardingError(f"mesh axis name {name!r} is not a lower-case word", hint="a name such as 'dp' or 'tp'")
+                raise ShardingError(
+                    f"mesh axis name {name!r} is not a lower-case word", hint="a name such as 'dp' or 'tp'"
+                )
             if name in seen:
-                raise ShardingError(f"mesh axis {name!r} appears twice in {self.axes}", hint="one size per axis")
+                raise ShardingError(
+                    f"mesh axis {name!r} appears twice in {self.axes}", hint="one size per axis"
+                )
             if not isinstance(size, int) or size < 1:
-                raise ShardingError(f"mesh axis {name!r} has size {size!r}, expected a positive integer", hint=f"{name}=1")
+                raise ShardingError(
+                    f"mesh axis {name!r} has size {size!r}, expected a positive integer", hint=f"{name}=1"
+                )
             seen.add(name)
 
     @staticmethod

@@ -99,7 +99,10 @@ class Problem:
             name: replace(
                 value,
                 info=TensorInfo(
-                    tuple(scaled(size) if axis == "batch" else size for size, axis in zip(value.info.shape, value.axes, strict=True)),
+                    tuple(
+                        scaled(size) if axis == "batch" else size
+                        for size, axis in zip(value.info.shape, value.axes, strict=True)
+                    ),
                     value.info.dtype,
                 ),
             )
@@ -110,7 +113,13 @@ class Problem:
             if op.rule is None
             else replace(
                 op,
-                rule=op.rule.with_sizes({name: scaled(op.rule.sizes[name]) for name, axis in op.logical.items() if axis == "batch"}),
+                rule=op.rule.with_sizes(
+                    {
+                        name: scaled(op.rule.sizes[name])
+                        for name, axis in op.logical.items()
+                        if axis == "batch"
+                    }
+                ),
             )
             for op in self.ops
         )

@@ -67,7 +67,8 @@ class Block:
     outputs: tuple[str, ...]  # the nodes returned
 
     def node(self, name: str) -> Node:
-        return next(node for node in self.graph.graph.nodes if node.name == name)
+        found: Node = next(node for node in self.graph.graph.nodes if node.name == name)
+        return found
 
     @property
     def op_nodes(self) -> list[Node]:

@@ -51,7 +51,9 @@ class Sharding:
         used = [axis for axes in self.dims for axis in axes] + list(self.sums)
         for axis in used:
             if used.count(axis) > 1:
-                raise ShardingError(f"axis {axis!r} is used twice in {self}", hint="each axis once: it splits one dim or sums")
+                raise ShardingError(
+                    f"axis {axis!r} is used twice in {self}", hint="each axis once: it splits one dim or sums"
+                )
         if self.sums != tuple(sorted(self.sums)):
             object.__setattr__(self, "sums", tuple(sorted(self.sums)))
 
@@ -69,7 +71,7 @@ class Sharding:
         return next((dim for dim, axes in enumerate(self.dims) if axis in axes), None)
 
     def with_dim(self, dim: int, axes: tuple[str, ...]) -> Sharding:
-        return replace(self, dims=self.dims[:dim] + (axes,) + self.dims[dim + 1 :])
+        return replace(self, dims=(*self.dims[:dim], axes, *self.dims[dim + 1 :]))
 
     def without(self, axes: Iterable[str]) -> Sharding:
         """The same with the given axes made whole."""
@@ -84,7 +86,9 @@ class Sharding:
     def local_shape(self, shape: Sequence[int], mesh: Mesh, *, where: str | None = None) -> tuple[int, ...]:
         """The shape one device holds. Raises ShardingError if a dim does not divide evenly."""
         if len(shape) != len(self.dims):
-            raise ShardingError(f"{self} has {len(self.dims)} dims, the tensor {list(shape)} has {len(shape)}", where=where)
+            raise ShardingError(
+                f"{self} has {len(self.dims)} dims, the tensor {list(shape)} has {len(shape)}", where=where
+            )
         local = []
         for dim, (size, axes) in enumerate(zip(shape, self.dims, strict=True)):
             ways = mesh.size(*axes)
@@ -106,7 +110,9 @@ class Sharding:
 
     def format(self, shape: Sequence[int] | None) -> str:
         sizes = ["_"] * len(self.dims) if shape is None else [str(size) for size in shape]
-        dims = [size + ("@" + ".".join(axes) if axes else "") for size, axes in zip(sizes, self.dims, strict=True)]
+        dims = [
+            size + ("@" + ".".join(axes) if axes else "") for size, axes in zip(sizes, self.dims, strict=True)
+        ]
         return f"[{', '.join(dims)}]" + (f" + sum({', '.join(self.sums)})" if self.sums else "")
 
     @staticmethod
@@ -114,13 +120,17 @@ class Sharding:
         """Read the text form; sizes may be numbers, `_` or left out (`[@dp, _, @tp]`)."""
         match = _TEXT.fullmatch(text.strip())
         if not match:
-            raise ShardingError(f"cannot read sharding {text!r}", hint="a form such as '[8@dp, 4096, 14336@tp] + sum(cp)'")
+            raise ShardingError(
+                f"cannot read sharding {text!r}", hint="a form such as '[8@dp, 4096, 14336@tp] + sum(cp)'"
+            )
         dims = []
         body = match["dims"].strip()
         for part in body.split(",") if body else []:
             piece = _DIM.fullmatch(part.strip())
             if not piece or not part.strip():
-                raise ShardingError(f"cannot read dim {part.strip()!r} of sharding {text!r}", hint="'4096', '4096@tp' or '_'")
+                raise ShardingError(
+                    f"cannot read dim {part.strip()!r} of sharding {text!r}", hint="'4096', '4096@tp' or '_'"
+                )
             dims.append(tuple(piece["axes"].split(".")) if piece["axes"] else ())
         sums = tuple(axis.strip() for axis in (match["sums"] or "").split(",") if axis.strip())
         return Sharding(tuple(dims), sums)
@@ -206,7 +216,9 @@ def reshard_steps(source: Sharding, use: Use) -> tuple[Step, ...]:
         raise ShardingError(f"cannot reshard {source} to {target}: different number of dims")
     created = set(target.sums) - set(source.sums)
     if created:
-        raise ShardingError(f"cannot reshard {source} to {target}: it would have to become a sum over {sorted(created)}")
+        raise ShardingError(
+            f"cannot reshard {source} to {target}: it would have to become a sum over {sorted(created)}"
+        )
     gathers: list[tuple[int, str]] = []
     slices: list[tuple[int, str]] = []
     for dim, (have, want) in enumerate(zip(source.dims, target.dims, strict=True)):
@@ -229,7 +241,7 @@ def reshard_steps(source: Sharding, use: Use) -> tuple[Step, ...]:
         if axis in target.sums:
             continue
         wanted = next((to for to, name in slices if name == axis), None)
-        if wanted is not None and [name for to, name in slices if to == wanted][0] == axis:
+        if wanted is not None and next(name for to, name in slices if to == wanted) == axis:
             steps.append(Step("reduce_scatter", axis, wanted))
             moved.add(axis)
         else:

@@ -68,7 +68,9 @@ def peak_bytes() -> int:
 def main() -> None:
     rows = []
     for layers in LAYERS:
-        output = subprocess.run([sys.executable, __file__, str(layers)], capture_output=True, text=True, check=True).stdout
+        output = subprocess.run(
+            [sys.executable, __file__, str(layers)], capture_output=True, text=True, check=True
+        ).stdout
         rows.append(json.loads(output.splitlines()[-1]))
     print(f"{MODEL} on {CLUSTER}, batch {BATCH}, sequence {SEQ}")
     for row in rows:

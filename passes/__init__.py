@@ -1,11 +1,11 @@
 """The passes, in order. Each is a function in a file of its name, from values to new values.
 
-    fold        model -> shortened copy without storage       passes/fold.py
-    capture     module, inputs -> Program                      passes/capture.py (calls fold, normalize, partition)
-    axes        Program -> Program with named axes, Axes       passes/axes.py
-    problem     Program, Axes -> Problem                       passes/problem.py
-    propagate   Problem, constraints -> Problem                passes/propagate.py
-    search      Problem, Cluster -> Plan                       passes/search.py (calls placement)
-    restore     Plan, Problem -> Solution                      passes/restore.py
-    lower       Program, Problem, Solution -> RankProgram      passes/lower.py
+fold        model -> shortened copy without storage       passes/fold.py
+capture     module, inputs -> Program                      passes/capture.py (calls fold, normalize, partition)
+axes        Program -> Program with named axes, Axes       passes/axes.py
+problem     Program, Axes -> Problem                       passes/problem.py
+propagate   Problem, constraints -> Problem                passes/propagate.py
+search      Problem, Cluster -> Plan                       passes/search.py (calls placement)
+restore     Plan, Problem -> Solution                      passes/restore.py
+lower       Program, Problem, Solution -> RankProgram      passes/lower.py
 """

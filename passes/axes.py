@@ -10,6 +10,7 @@ Out: the same Program with `meta["axes"]` on every node (a name per dim, "" wher
 
 from __future__ import annotations
 
+import operator
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -68,18 +69,20 @@ def name_axes(program: Program) -> tuple[Program, Axes]:
                 _join_dims(union, block.name, node.name, operand.name, dims)
             if node_info(node) is not None:
                 _join_dims(union, block.name, node.name, node.name, rule.results[0])
-            hints += [(("factor", block.name, node.name, factor), name) for factor, name in rule.logical.items()]
+            hints += [
+                (("factor", block.name, node.name, factor), name) for factor, name in rule.logical.items()
+            ]
             hints += [
                 (("factor", block.name, node.name, factor), "contracted")
                 for factor in rule.dropped
                 if rule.flops_per_point > 0 and factor in rule.splittable()
             ]
         for node in block.op_nodes:  # getitem: results of an op with several
-            source = node.args[0] if node.args else None
-            if node_info(node) is not None and hasattr(source, "name") and (block.name, source.name) in rules:
-                parent = rules[block.name, source.name]
-                if len(parent.results) > 1 and node.target.__class__.__name__ == "builtin_function_or_method":
-                    _join_dims(union, block.name, source.name, node.name, parent.results[int(node.args[1])])  # type: ignore[arg-type]
+            if node.target is operator.getitem:
+                source, index = node.args
+                parent = rules.get((block.name, str(source)))
+                if parent is not None and isinstance(index, int):
+                    _join_dims(union, block.name, str(source), node.name, parent.results[index])
     _join_interfaces(program, union)
     for name, info in program.inputs.items():
         for dim, label in enumerate(("batch", "sequence")[: len(info.shape)]):
@@ -151,7 +154,10 @@ def _annotated(
             info = node_info(node)
             if info is None:
                 continue
-            found = tuple(names.get(union.find(("dim", block.name, node.name, str(i))), "") for i in range(len(info.shape)))
+            found = tuple(
+                names.get(union.find(("dim", block.name, node.name, str(i))), "")
+                for i in range(len(info.shape))
+            )
             dims[block.name, node.name] = node.meta["axes"] = found
     for (block_name, node_name), rule in rules.items():
         found_factors = {}

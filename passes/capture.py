@@ -57,7 +57,9 @@ def capture(
         return _capture(model, example_inputs, outputs, title, stacks, shortened, dtype)
     except (FoldError, IndexError, KeyError, CaptureError) as error:
         if not shortened:
-            raise error if isinstance(error, CaptureError) else CaptureError(str(error), where=title) from error
+            raise (
+                error if isinstance(error, CaptureError) else CaptureError(str(error), where=title)
+            ) from error
         _log.info("%s: layers cannot be folded before capture (%s); capturing all of them", title, error)
         return _capture(model, example_inputs, outputs, title, stacks, (), dtype)
 
@@ -78,7 +80,9 @@ def _capture(
             return torch.empty(tensor.shape, dtype=dtype if cast else tensor.dtype)
 
         copy = storage_free_copy(model, shortened, fake)
-        inputs = {key: fake(value) if isinstance(value, Tensor) else value for key, value in example_inputs.items()}
+        inputs = {
+            key: fake(value) if isinstance(value, Tensor) else value for key, value in example_inputs.items()
+        }
         notes = _evaluation_mode(copy)
         exported = _export(copy, inputs, outputs, title)
     state, placeholders, tied, constants = _state(exported, model)
@@ -114,7 +118,11 @@ def _evaluation_mode(model: nn.Module) -> list[str]:
         for name, module in model.named_modules()
         if module.training and isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0
     ]
-    norms = [module for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training]
+    norms = [
+        module
+        for module in model.modules()
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training
+    ]
     model.eval()
     for module in norms:
         module.train()
@@ -123,13 +131,16 @@ def _evaluation_mode(model: nn.Module) -> list[str]:
     return [f"dropout is switched off in {len(active)} modules (first: {active[0]})"]
 
 
-def _export(model: nn.Module, inputs: Mapping[str, Any], outputs: Sequence[str], title: str) -> ExportedProgram:
+def _export(
+    model: nn.Module, inputs: Mapping[str, Any], outputs: Sequence[str], title: str
+) -> ExportedProgram:
     _select_outputs(model, outputs, title)
     with warnings.catch_warnings(), _quiet(), transformers_attention(model, "position_ids" in inputs):
         warnings.simplefilter("ignore")
         try:
             exported = torch.export.export(model, (), dict(inputs), strict=False)
-            return exported.run_decompositions({})
+            functional: ExportedProgram = exported.run_decompositions({})
+            return functional
         except CaptureError:
             raise
         except Exception as error:  # torch.export raises errors of many unrelated classes
@@ -150,7 +161,9 @@ def _select_outputs(model: nn.Module, wanted: Sequence[str], title: str) -> None
     def selected(*args: Any, **kwargs: Any) -> dict[str, Tensor]:
         named = dict(_named_outputs(forward(*args, **kwargs)))
         if "loss" not in named:
-            scalar = next((value for value in named.values() if value.dim() == 0 and value.is_floating_point()), None)
+            scalar = next(
+                (value for value in named.values() if value.dim() == 0 and value.is_floating_point()), None
+            )
             if scalar is not None:
                 named["loss"] = scalar
         missing = [name for name in wanted if name not in named]
@@ -171,7 +184,9 @@ def _named_outputs(result: object) -> Iterator[tuple[str, Tensor]]:
     elif isinstance(result, Mapping):
         yield from ((str(key), value) for key, value in result.items() if isinstance(value, Tensor))
     elif isinstance(result, (list, tuple)):
-        yield from ((f"output{index}", value) for index, value in enumerate(result) if isinstance(value, Tensor))
+        yield from (
+            (f"output{index}", value) for index, value in enumerate(result) if isinstance(value, Tensor)
+        )
 
 
 def _first_line(error: Exception) -> str:
@@ -184,7 +199,12 @@ def _model_frame(error: Exception) -> str:
     place = "unknown place"
     while trace is not None:
         file = trace.tb_frame.f_code.co_filename
-        if "/torch/" not in file and "/autopar/" not in file and "/passes/" not in file and not file.startswith("<"):
+        if (
+            "/torch/" not in file
+            and "/autopar/" not in file
+            and "/passes/" not in file
+            and not file.startswith("<")
+        ):
             place = f"{file}:{trace.tb_lineno}"
         trace = trace.tb_next
     return place
@@ -208,13 +228,20 @@ def _state(
     first_name: dict[int, str] = {}
     tied: dict[str, str] = {}
     trainable: dict[str, bool] = {}
-    for source in (model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)):
+    for source in (
+        model.named_parameters(remove_duplicate=False),
+        model.named_buffers(remove_duplicate=False),
+    ):
         for name, tensor in source:
             canonical = first_name.setdefault(id(tensor), name)
             trainable[canonical] = tensor.requires_grad
             if canonical != name:
                 tied[name] = canonical
-    kinds = {InputKind.PARAMETER: "parameter", InputKind.BUFFER: "buffer", InputKind.CONSTANT_TENSOR: "constant"}
+    kinds = {
+        InputKind.PARAMETER: "parameter",
+        InputKind.BUFFER: "buffer",
+        InputKind.CONSTANT_TENSOR: "constant",
+    }
     nodes = {node.name: node for node in exported.graph.nodes if node.op == "placeholder"}
     state: dict[str, StateInfo] = {}
     placeholders: dict[Node, str] = {}
@@ -223,10 +250,12 @@ def _state(
         if spec.kind not in kinds or spec.target is None:
             continue
         name = tied.get(spec.target, spec.target)
-        node = nodes[spec.arg.name]  # type: ignore[union-attr]
+        node = nodes[spec.arg.name]
         info = _info(node)
         kind = kinds[spec.kind]
-        state[name] = StateInfo(info.shape, info.dtype, kind, kind == "parameter" and trainable.get(name, False))
+        state[name] = StateInfo(
+            info.shape, info.dtype, kind, kind == "parameter" and trainable.get(name, False)
+        )
         placeholders[node] = name
         if kind == "constant":
             constant = exported.constants[spec.target]
@@ -235,7 +264,9 @@ def _state(
     return state, placeholders, tied, constants
 
 
-def _complete_state(model: nn.Module, captured: Mapping[str, StateInfo], tied: Mapping[str, str]) -> dict[str, StateInfo]:
+def _complete_state(
+    model: nn.Module, captured: Mapping[str, StateInfo], tied: Mapping[str, str]
+) -> dict[str, StateInfo]:
     """Captured state in the model's own order, with parameters of the layers that were left out, and without
     what the program does not read."""
     ordered: dict[str, StateInfo] = {}

@@ -97,14 +97,18 @@ def _plain(value: object, name: str, index: int, depth: int = 0) -> Hashable:
     return id(value) if hasattr(value, "__dict__") else type(value).__qualname__
 
 
-def storage_free_copy(model: nn.Module, shorten: tuple[Stack, ...], make: Callable[[torch.Tensor], torch.Tensor]) -> nn.Module:
+def storage_free_copy(
+    model: nn.Module, shorten: tuple[Stack, ...], make: Callable[[torch.Tensor], torch.Tensor]
+) -> nn.Module:
     """A deep copy of `model` whose parameters and buffers are `make(tensor)` (ties kept) and whose given stacks
     are cut to their prefix. The model itself is not changed."""
     memo: dict[int, object] = {}
     for tensor in (*model.parameters(), *model.buffers()):
         if id(tensor) not in memo:
             fresh = make(tensor)
-            memo[id(tensor)] = nn.Parameter(fresh, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fresh
+            memo[id(tensor)] = (
+                nn.Parameter(fresh, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fresh
+            )
     removed: list[tuple[nn.Module, str, nn.Module | None]] = []
     try:
         for stack in shorten:

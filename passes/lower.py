@@ -16,7 +16,7 @@ left to the parameter store (`StateLayout.grad_sums`), which does it once per st
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -112,7 +112,9 @@ def _calls_with_count(program: Program, count_block: str | None) -> tuple[tuple[
     if count_block is None:
         return program.calls, None
     calls = tuple(
-        Call(call.block, call.state, call.inputs, (*call.outputs, "label count"), call.path) if call.block == count_block else call
+        Call(call.block, call.state, call.inputs, (*call.outputs, "label count"), call.path)
+        if call.block == count_block
+        else call
         for call in program.calls
     )
     return calls, "label count"
@@ -148,7 +150,9 @@ class _Lowering:
         try:
             return op.rule.shard(self.live(self.solution.choices.get(op.name, {})), self.mesh.sizes)
         except ShardingError as error:
-            raise ShardingError(error.what, where=f"{op.name} = {op.kind}, mesh {self.mesh}", hint=error.hint) from error
+            raise ShardingError(
+                error.what, where=f"{op.name} = {op.kind}, mesh {self.mesh}", hint=error.hint
+            ) from error
 
     def value_sharding(self, value: str) -> Sharding:
         sharding = self.solution.shardings[value]
@@ -181,7 +185,9 @@ class _Lowering:
             sums[name] = tuple(
                 axis
                 for axis in self.mesh.names
-                if stored.dim_of(axis) is None and uses.get(interface) and all(axis in use.grad_sums for use in uses[interface])
+                if stored.dim_of(axis) is None
+                and uses.get(interface)
+                and all(axis in use.grad_sums for use in uses[interface])
             )
         return sums
 
@@ -218,7 +224,9 @@ class _BlockBuilder:
         sharding = self.sharding(node)
         fresh.meta["sharding"] = sharding
         fresh.meta["global"] = info
-        fresh.meta["local_shape"] = sharding.local_shape(info.shape, self.work.mesh, where=value_name(self.block.name, node.name))
+        fresh.meta["local_shape"] = sharding.local_shape(
+            info.shape, self.work.mesh, where=value_name(self.block.name, node.name)
+        )
 
     def sharding(self, node: Node) -> Sharding:
         """How a node lies as it is made."""
@@ -254,13 +262,17 @@ class _BlockBuilder:
 
     def step(self, value: Node, step: Step) -> Node:
         axis, size = step.axis, self.work.mesh.sizes[step.axis]
+        function: Callable[..., torch.Tensor]
         arguments: tuple[Any, ...]
         if step.kind == "copy":
             function, arguments = collectives.copy, (axis,)
         elif step.kind == "all_reduce":
             function, arguments = collectives.all_reduce, (axis, step.grad_sums)
         elif step.kind == "all_gather":
-            function, arguments = collectives.all_gather, (step.dim, axis, size, self.coordinate(axis), step.grad_sums)
+            function, arguments = (
+                collectives.all_gather,
+                (step.dim, axis, size, self.coordinate(axis), step.grad_sums),
+            )
         elif step.kind == "reduce_scatter":
             function, arguments = collectives.reduce_scatter, (step.dim, axis, size)
         elif step.kind == "slice":
@@ -285,14 +297,20 @@ class _BlockBuilder:
         operands = []
         for operand, (value, use) in zip(operand_nodes(node), self.work.op_uses(op), strict=True):
             is_state = self.work.problem.values[value].state
-            operands.append(self.form(operand, use, delegated=self.work.state_sums.get(value, ()) if is_state else ()))
+            operands.append(
+                self.form(operand, use, delegated=self.work.state_sums.get(value, ()) if is_state else ())
+            )
         if op.rule is None or sharded is None:
             return self._plain(node, operands, node.args)
         if op.rule.lowering == "cross_entropy" and self._is_loss(node):
-            return self._cross_entropy(node, op, sharded, operands)  # also where it is whole: for its label count
+            return self._cross_entropy(
+                node, op, sharded, operands
+            )  # also where it is whole: for its label count
         if not sharded.by_factor:
             return self._plain(node, operands, node.args)
-        split_special = {factor: axes for factor, axes in sharded.by_factor.items() if factor in op.rule.special}
+        split_special = {
+            factor: axes for factor, axes in sharded.by_factor.items() if factor in op.rule.special
+        }
         if split_special:
             return self._special(node, op, sharded, operands)
         args = node.args
@@ -314,7 +332,7 @@ class _BlockBuilder:
         new_args = map_arg(args, lambda _: next(remaining))
         new_kwargs = map_arg(dict(node.kwargs), lambda _: next(remaining))
         assert callable(node.target)
-        fresh = self.graph.call_function(node.target, new_args, new_kwargs)  # type: ignore[arg-type]
+        fresh = self.graph.call_function(node.target, new_args, new_kwargs)
         fresh.meta["stack_trace"] = node.meta.get("stack_trace")
         return fresh
 
@@ -329,18 +347,25 @@ class _BlockBuilder:
             return self._cross_entropy(node, op, sharded, operands)
         if lowering == "causal_attention":
             return self._causal_attention(node, op, sharded, operands)
-        raise ShardingError(f"no lowering {lowering!r} for a split of {dict(sharded.by_factor)}", where=op.name)
+        raise ShardingError(
+            f"no lowering {lowering!r} for a split of {dict(sharded.by_factor)}", where=op.name
+        )
 
     def _embedding(self, node: Node, op: Op, sharded: Sharded, operands: list[Node]) -> Node:
         assert op.rule is not None
         (axis,) = self._one_axis(op, sharded, next(iter(op.rule.special)))
         extra = node.args[2:]
-        return self.graph.call_function(collectives.vocab_embedding, (*operands, self.coordinate(axis), *extra))
+        return self.graph.call_function(
+            collectives.vocab_embedding, (*operands, self.coordinate(axis), *extra)
+        )
 
     def _one_axis(self, op: Op, sharded: Sharded, factor: str) -> tuple[str, ...]:
         axes = sharded.by_factor[factor]
         if len(axes) != 1:
-            raise ShardingError(f"{op.kind}: its {factor} loop can be split over one mesh axis, not over {axes}", where=op.name)
+            raise ShardingError(
+                f"{op.kind}: its {factor} loop can be split over one mesh axis, not over {axes}",
+                where=op.name,
+            )
         return axes
 
     def _cross_entropy(self, node: Node, op: Op, sharded: Sharded, operands: list[Node]) -> Node:
@@ -350,9 +375,17 @@ class _BlockBuilder:
         token_axes = [axis for factor, axes in sharded.by_factor.items() if factor != vocab for axis in axes]
         options = list(node.args[2:])
         if options[1] == "none":
-            raise ShardingError("cross_entropy with reduction 'none' and a split vocabulary is not lowered", where=op.name)
-        vocab_arguments = (vocab_axes[0], self.work.mesh.sizes[vocab_axes[0]], self.coordinate(vocab_axes[0])) if vocab_axes else (None, 1, None)
-        both = self.graph.call_function(collectives.split_cross_entropy, (*operands, *options, token_axes, *vocab_arguments))
+            raise ShardingError(
+                "cross_entropy with reduction 'none' and a split vocabulary is not lowered", where=op.name
+            )
+        vocab_arguments = (
+            (vocab_axes[0], self.work.mesh.sizes[vocab_axes[0]], self.coordinate(vocab_axes[0]))
+            if vocab_axes
+            else (None, 1, None)
+        )
+        both = self.graph.call_function(
+            collectives.split_cross_entropy, (*operands, *options, token_axes, *vocab_arguments)
+        )
         loss = self.graph.call_function(operator.getitem, (both, 0))
         if options[1] == "mean" and self._is_loss(node):
             self.count = self.graph.call_function(operator.getitem, (both, 1))
@@ -362,7 +395,9 @@ class _BlockBuilder:
     def _is_loss(self, node: Node) -> bool:
         """Whether the program's loss is this node itself."""
         return any(
-            call.block == self.block.name and self.work.loss in call.outputs and self.block.outputs[call.outputs.index(self.work.loss)] == node.name
+            call.block == self.block.name
+            and self.work.loss in call.outputs
+            and self.block.outputs[call.outputs.index(self.work.loss)] == node.name
             for call in self.work.program.calls
         )
 
@@ -371,7 +406,9 @@ class _BlockBuilder:
         (axis,) = self._one_axis(op, sharded, next(iter(op.rule.special)))
         options = {key: value for key, value in node.kwargs.items() if key in ("scale", "enable_gqa")}
         return self.graph.call_function(
-            collectives.causal_attention, (*operands[:3], self.work.mesh.sizes[axis], self.coordinate(axis)), options
+            collectives.causal_attention,
+            (*operands[:3], self.work.mesh.sizes[axis], self.coordinate(axis)),
+            options,
         )
 
     def finish(self) -> RankBlock:
@@ -385,7 +422,9 @@ class _BlockBuilder:
         self.graph.output(tuple(outputs))
         module = GraphModule(torch.nn.Module(), self.graph)
         names = (*block.outputs, "label count") if self.count is not None else block.outputs
-        return RankBlock(block.name, module, tuple(reversed(self.coordinates)), block.state, block.inputs, names)
+        return RankBlock(
+            block.name, module, tuple(reversed(self.coordinates)), block.state, block.inputs, names
+        )
 
     def _interface(self, node: Node) -> Sharding:
         """The sharding in which this block's output is handed on: what the blocks that take it expect, whole for
@@ -412,5 +451,7 @@ def _format(graph: Graph) -> Iterator[str]:
             yield f"%{node.name}:{shape or ' coordinate'}"
         else:
             name = getattr(node.target, "__name__", str(node.target))
-            arguments = ", ".join([*map(str, node.args), *(f"{key}={value}" for key, value in node.kwargs.items())])
+            arguments = ", ".join(
+                [*map(str, node.args), *(f"{key}={value}" for key, value in node.kwargs.items())]
+            )
             yield f"%{node.name}:{shape} = {name}({arguments})"

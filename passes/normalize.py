@@ -22,7 +22,12 @@ from autopar import functional
 
 aten = torch.ops.aten
 
-_DROPPED = {aten._assert_tensor_metadata.default, aten._assert_scalar.default, aten._assert_async.msg, aten.sym_constrain_range_for_size.default}
+_DROPPED = {
+    aten._assert_tensor_metadata.default,
+    aten._assert_scalar.default,
+    aten._assert_async.msg,
+    aten.sym_constrain_range_for_size.default,
+}
 _VIEWS = {aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.flatten.using_ints}
 
 
@@ -81,20 +86,31 @@ def _unflatten_loss(graph: Graph, node: Node) -> None:
     """`cross_entropy_loss(logits, labels, weight, reduction, ignore_index, label_smoothing)` on class indices."""
     defaults: list[object] = [None, None, None, 1, -100, 0.0]
     named = ["self", "target", "weight", "reduction", "ignore_index", "label_smoothing"]
-    values = [node.args[i] if i < len(node.args) else node.kwargs.get(named[i], defaults[i]) for i in range(6)]
+    values = [
+        node.args[i] if i < len(node.args) else node.kwargs.get(named[i], defaults[i]) for i in range(6)
+    ]
     logits, labels, weight, reduction, ignore_index, smoothing = values
-    assert isinstance(logits, Node) and isinstance(labels, Node)
+    assert isinstance(logits, Node)
+    assert isinstance(labels, Node)
     logits_shape, labels_shape = logits.meta["val"].shape, labels.meta["val"].shape
-    if weight is not None or len(logits_shape) != 2 or len(labels_shape) != 1 or labels.meta["val"].dtype != torch.int64:
+    if (
+        weight is not None
+        or len(logits_shape) != 2
+        or len(labels_shape) != 1
+        or labels.meta["val"].dtype != torch.int64
+    ):
         return
     source, target = _unviewed(logits, 1), _unviewed(labels, 0)
-    if source is not None and target is not None and source.meta["val"].shape[:-1] == target.meta["val"].shape:
-        if reduction != 0:
-            logits, labels = source, target
+    if (
+        source is not None
+        and target is not None
+        and source.meta["val"].shape[:-1] == target.meta["val"].shape
+    ) and reduction != 0:
+        logits, labels = source, target
     node.target = functional.cross_entropy
     names = {0: "none", 1: "mean", 2: "sum"}
     assert isinstance(reduction, int)
-    node.args = (logits, labels, ignore_index, names[reduction], smoothing)
+    node.args = (logits, labels, ignore_index, names[reduction], smoothing)  # type: ignore[assignment]
     node.kwargs = {}
 
 

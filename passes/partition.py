@@ -48,7 +48,7 @@ class Segment:
         index |= {node: f"i{number}" for number, node in enumerate(self.inputs)}
         lines = [f"{info_text(node)}" for node in (*self.state, *self.inputs)]
         for node in self.nodes:
-            arguments = map_arg((node.args, node.kwargs), lambda operand: index[operand])  # type: ignore[arg-type, return-value]
+            arguments = map_arg((node.args, node.kwargs), lambda operand: index[operand])
             lines.append(f"{op_name(node)} {node.target} {arguments} {info_text(node)}")
         lines.append(" ".join(index[node] for node in self.outputs))
         return "\n".join(lines)
@@ -113,7 +113,11 @@ def _label(segment: Segment, stacks: Sequence[Stack], block: str, seen: dict[str
 
 
 def _segments(nodes: Sequence[Node], stacks: Sequence[Stack]) -> list[Segment]:
-    prefixes = {stack.layer_path(index): (number, index) for number, stack in enumerate(stacks) for index in range(stack.kept)}
+    prefixes = {
+        stack.layer_path(index): (number, index)
+        for number, stack in enumerate(stacks)
+        for index in range(stack.kept)
+    }
     segments: list[Segment] = []
     for node in nodes:
         place = _place(module_path(node), prefixes)
@@ -127,7 +131,9 @@ def _segments(nodes: Sequence[Node], stacks: Sequence[Stack]) -> list[Segment]:
         if expected[0] not in places:
             raise FoldError(f"stack {stacks[number].path} leaves no nodes in the graph")
         first = places.index(expected[0])
-        if places[first : first + len(expected)] != expected or sum(place in expected for place in places) != len(expected):
+        if places[first : first + len(expected)] != expected or sum(
+            place in expected for place in places
+        ) != len(expected):
             raise FoldError(f"the layers of {stacks[number].path} do not follow each other directly")
     return segments
 
@@ -174,10 +180,7 @@ def _blocks(
 
 
 def _block_name(segment: Segment, stacks: Sequence[Stack], taken: Mapping[str, Block]) -> str:
-    if segment.place:
-        base = stacks[segment.place[0]].path.replace(".", "_") or "layers"
-    else:
-        base = "part"
+    base = stacks[segment.place[0]].path.replace(".", "_") or "layers" if segment.place else "part"
     name, number = base, 1
     if not segment.place:
         name = f"{base}{number}"
@@ -204,14 +207,20 @@ def _block(name: str, segment: Segment, placeholders: Mapping[Node, str], path: 
         assert callable(target)
         fresh = graph.call_function(
             target,
-            map_arg(node.args, copied.__getitem__),  # type: ignore[arg-type]
-            map_arg(node.kwargs, copied.__getitem__),  # type: ignore[arg-type]
+            map_arg(node.args, copied.__getitem__),
+            map_arg(node.kwargs, copied.__getitem__),
         )
         fresh.meta = {key: node.meta[key] for key in ("val", "stack_trace") if key in node.meta}
         fresh.meta["module"] = module_path(node).removeprefix(f"{path}.") if path else module_path(node)
         copied[node] = fresh
     graph.output(tuple(copied[node] for node in segment.outputs))
-    return Block(name, GraphModule(torch.nn.Module(), graph), state, inputs, tuple(copied[n].name for n in segment.outputs))
+    return Block(
+        name,
+        GraphModule(torch.nn.Module(), graph),
+        state,
+        inputs,
+        tuple(copied[n].name for n in segment.outputs),
+    )
 
 
 def _identifier(text: str) -> str:
@@ -234,7 +243,11 @@ def _left_out(
     first = next(index for index, segment in enumerate(segments) if segment.place == (number, 0))
     kept = segments[first : first + stack.kept]
     kept_calls = calls[first_call(calls, stack) :]
-    produced = {value: (index, slot) for index, call in enumerate(kept_calls) for slot, value in enumerate(call.outputs)}
+    produced = {
+        value: (index, slot)
+        for index, call in enumerate(kept_calls)
+        for slot, value in enumerate(call.outputs)
+    }
     for segment in segments[first + stack.kept :]:
         for node in segment.inputs:
             place = produced.get(values.get(node, ""))
@@ -255,19 +268,35 @@ def _left_out(
                 or (twin == 0 and twin_made is None and template - made[0] == 1)
             ):
                 previous = chain[index - (template - made[0])]
-                if made[1] >= len(previous.outputs) or len(previous.outputs) != len(kept_calls[made[0]].outputs):
+                if made[1] >= len(previous.outputs) or len(previous.outputs) != len(
+                    kept_calls[made[0]].outputs
+                ):
                     raise FoldError(f"layers of {stack.path} hand on different values")
                 inputs.append(previous.outputs[made[1]])
             else:
-                raise FoldError(f"layers {twin} and {template} of {stack.path} take their inputs from different places")
+                raise FoldError(
+                    f"layers {twin} and {template} of {stack.path} take their inputs from different places"
+                )
         path, template_path = stack.layer_path(index), stack.layer_path(template)
         renamed_state = []
         for name in kept_calls[template].state:
-            renamed = name.replace(f"{template_path}.", f"{path}.", 1) if name.startswith(f"{template_path}.") else name
+            renamed = (
+                name.replace(f"{template_path}.", f"{path}.", 1)
+                if name.startswith(f"{template_path}.")
+                else name
+            )
             state.setdefault(renamed, state[name])
             renamed_state.append(renamed)
         outputs = tuple(value.replace(template_path, path, 1) for value in kept_calls[template].outputs)
-        chain.append(replace(kept_calls[template], state=tuple(renamed_state), inputs=tuple(inputs), outputs=outputs, path=path))
+        chain.append(
+            replace(
+                kept_calls[template],
+                state=tuple(renamed_state),
+                inputs=tuple(inputs),
+                outputs=outputs,
+                path=path,
+            )
+        )
     last, final = kept[-1], chain[-1]
     if len(last.outputs) != len(final.outputs):
         raise FoldError(f"the last layers of {stack.path} hand on different values")

@@ -116,14 +116,19 @@ def _interfaces(program: Program) -> dict[str, str]:
             name = value_name(call.block, node)
             join(name, f"state {state}")
             members[name] = True
-        for node, value in (*zip(block.inputs, call.inputs, strict=True), *zip(block.outputs, call.outputs, strict=True)):
+        for node, value in (
+            *zip(block.inputs, call.inputs, strict=True),
+            *zip(block.outputs, call.outputs, strict=True),
+        ):
             name = value_name(call.block, node)
             join(name, f"value {value}")
             members[name] = False
     groups: dict[str, list[str]] = {}
     for name in members:
         groups.setdefault(find(name), []).append(name)
-    return {name: group[0] for group in groups.values() for name in group if len(group) > 1 or not members[name]}
+    return {
+        name: group[0] for group in groups.values() for name in group if len(group) > 1 or not members[name]
+    }
 
 
 def _source_inputs(program: Program) -> Iterator[tuple[str, str]]:
@@ -147,7 +152,9 @@ def _gradients(program: Program) -> set[str]:
                 if node.op == "placeholder":
                     flows = bound[node.name] in flowing or name in found
                 else:
-                    flows = any(value_name(block.name, source.name) in found for source in node.all_input_nodes)
+                    flows = any(
+                        value_name(block.name, source.name) in found for source in node.all_input_nodes
+                    )
                 if flows and (info is None or info.is_float):
                     found.add(name)
             for node_name, value in zip(block.outputs, call.outputs, strict=True):

@@ -43,15 +43,27 @@ def parse_constraint(text: str) -> Constraint:
     """`heads=tp`, or `name.pattern.*=[_@tp, _]` for parameters."""
     left, equals, right = (part.strip() for part in text.partition("="))
     if not equals or not left or not right:
-        raise UsageError(f"cannot read constraint {text!r}", hint="'heads=tp', 'batch=dp' or 'model.layers.*.weight=[_@tp, _]'")
+        raise UsageError(
+            f"cannot read constraint {text!r}",
+            hint="'heads=tp', 'batch=dp' or 'model.layers.*.weight=[_@tp, _]'",
+        )
     if right.startswith("["):
         sharding = Sharding.parse(right)
         if sharding.sums:
-            raise UsageError(f"constraint {text!r}: a parameter cannot be a partial sum", hint="a split such as [_@tp, _]")
+            raise UsageError(
+                f"constraint {text!r}: a parameter cannot be a partial sum", hint="a split such as [_@tp, _]"
+            )
         _known_axes(sharding.axes, text)
+        if set(sharding.axes) - {"tp"}:
+            raise UsageError(
+                f"constraint {text!r}: a parameter is split over tp; dp keeps it whole and fsdp splits its rows by itself",
+                hint="a split such as [_@tp, _], and --mesh fsdp=N for ZeRO-3",
+            )
         return Constraint(text, pattern=left, sharding=sharding)
     if not _LOGICAL.fullmatch(left):
-        raise UsageError(f"constraint {text!r}: {left!r} is not the name of a logical axis", hint="'heads=tp' or 'ffn=tp'")
+        raise UsageError(
+            f"constraint {text!r}: {left!r} is not the name of a logical axis", hint="'heads=tp' or 'ffn=tp'"
+        )
     axes = tuple(axis.strip() for axis in right.split("."))
     _known_axes(axes, text)
     return Constraint(text, logical=left, axes=axes)
@@ -60,7 +72,9 @@ def parse_constraint(text: str) -> Constraint:
 def _known_axes(axes: Sequence[str], text: str) -> None:
     for axis in axes:
         if axis not in MESH_AXES:
-            raise UsageError(f"constraint {text!r}: there is no mesh axis {axis!r}", hint=f"one of {', '.join(MESH_AXES)}")
+            raise UsageError(
+                f"constraint {text!r}: there is no mesh axis {axis!r}", hint=f"one of {', '.join(MESH_AXES)}"
+            )
 
 
 @dataclass
@@ -102,14 +116,18 @@ class _Propagation:
                 if other != name:
                     self.split_value(other, dim, axis, source, asked=asked)
 
-    def _conflict(self, name: str, axis: str, known: tuple[int, str], new: tuple[int, str], asked: bool) -> None:
+    def _conflict(
+        self, name: str, axis: str, known: tuple[int, str], new: tuple[int, str], asked: bool
+    ) -> None:
         text = (
             f"{name}: `{known[1]}` splits dim {known[0]} over {axis}, `{new[1]}` splits dim {new[0]} over {axis}"
             if known[1] != new[1]
             else f"{name}: `{new[1]}` splits both dim {known[0]} and dim {new[0]} over {axis}"
         )
         if asked:
-            raise ConstraintError(f"two constraints cannot hold together: {text}", where=name, hint="to drop one of them")
+            raise ConstraintError(
+                f"two constraints cannot hold together: {text}", where=name, hint="to drop one of them"
+            )
         self.notes.append(f"{text}: resharded in between")
 
     def split_op(self, op: Op, factor: str, axis: str, source: str) -> None:
@@ -142,7 +160,9 @@ class _Propagation:
                             self.split_op(op, dims[dim][0], axis, source)
 
 
-def propagate(problem: Problem, program: Program, constraints: Sequence[Constraint]) -> tuple[Problem, tuple[str, ...]]:
+def propagate(
+    problem: Problem, program: Program, constraints: Sequence[Constraint]
+) -> tuple[Problem, tuple[str, ...]]:
     """The Problem with `fixed` filled in, and notes. Raises ConstraintError where constraints clash or name nothing."""
     work = _Propagation(problem)
     for constraint in constraints:
@@ -153,13 +173,15 @@ def propagate(problem: Problem, program: Program, constraints: Sequence[Constrai
     work.run()
     order = {axis: index for index, axis in enumerate(MESH_AXES)}
     fixed = {
-        op: {axis: factors[axis][0] for axis in sorted(factors, key=order.__getitem__)} for op, factors in work.ops.items()
+        op: {axis: factors[axis][0] for axis in sorted(factors, key=order.__getitem__)}
+        for op, factors in work.ops.items()
     }
     return replace(problem, fixed=fixed), tuple(dict.fromkeys(work.notes))
 
 
 def _seed_state(work: _Propagation, program: Program, constraint: Constraint) -> None:
-    assert constraint.pattern is not None and constraint.sharding is not None
+    assert constraint.pattern is not None
+    assert constraint.sharding is not None
     matched = False
     for call in program.calls:
         block = program.blocks[call.block]
@@ -180,9 +202,10 @@ def _seed_state(work: _Propagation, program: Program, constraint: Constraint) ->
                 for axis in axes:
                     work.split_value(value, dim, axis, constraint.text, asked=True)
     if not matched:
-        names = list(program.state)
+        examples = list(program.state)[1:4]
         raise ConstraintError(
-            f"constraint {constraint.text!r} matches no parameter", hint=f"names such as {', '.join(names[1:4])}; `*` matches any text"
+            f"constraint {constraint.text!r} matches no parameter",
+            hint=f"names such as {', '.join(examples)}; `*` matches any text",
         )
 
 
@@ -191,12 +214,14 @@ def _seed_logical(work: _Propagation, constraint: Constraint) -> None:
     known = sorted({name for op in work.problem.ops for name in op.logical.values()})
     if logical not in known:
         raise ConstraintError(
-            f"constraint {constraint.text!r}: the model has no logical axis {logical!r}", hint=f"one of {', '.join(known)}"
+            f"constraint {constraint.text!r}: the model has no logical axis {logical!r}",
+            hint=f"one of {', '.join(known)}",
         )
     for axis in constraint.axes:
         if axis != "tp" and logical != "batch":
             raise ConstraintError(
-                f"constraint {constraint.text!r}: {axis} splits the batch, not {logical}", hint=f"{logical}=tp, or batch={axis}"
+                f"constraint {constraint.text!r}: {axis} splits the batch, not {logical}",
+                hint=f"{logical}=tp, or batch={axis}",
             )
         for op in work.problem.ops:
             for factor, name in op.logical.items():

@@ -24,7 +24,9 @@ def solution_of(plan: Plan, problem: Problem) -> Solution:
         for node, choice in part.ops.items():
             name = f"{block}/{node}"
             if name not in known:
-                raise PlanError(f"the plan places {name}, which the model does not have", where=f"plan.blocks.{block}.ops")
+                raise PlanError(
+                    f"the plan places {name}, which the model does not have", where=f"plan.blocks.{block}.ops"
+                )
             choices[name] = dict(choice)
     shardings = _arriving(plan, problem)
     for op in problem.ops:
@@ -41,9 +43,17 @@ def _arriving(plan: Plan, problem: Problem) -> dict[str, Sharding]:
             continue
         block, _, node = name.partition("/")
         part = plan.blocks.get(block)
-        text = None if part is None else part.state.get(node) if value.state else _input(part.inputs, problem, block, node)
+        text = (
+            None
+            if part is None
+            else part.state.get(node)
+            if value.state
+            else _input(part.inputs, problem, block, node)
+        )
         if text is None:
-            raise PlanError(f"the plan says nothing of {name}", where=f"plan.blocks.{block}", hint="a new plan")
+            raise PlanError(
+                f"the plan says nothing of {name}", where=f"plan.blocks.{block}", hint="a new plan"
+            )
         found[name] = Sharding.parse(text)
     return found
 
@@ -51,7 +61,9 @@ def _arriving(plan: Plan, problem: Problem) -> dict[str, Sharding]:
 def _input(texts: tuple[str, ...], problem: Problem, block: str, node: str) -> str | None:
     made = {result for op in problem.ops for result in op.results}
     inputs = [
-        name for name, value in problem.values.items() if name.startswith(f"{block}/") and name not in made and not value.state
+        name
+        for name, value in problem.values.items()
+        if name.startswith(f"{block}/") and name not in made and not value.state
     ]
     index = inputs.index(f"{block}/{node}")
     return texts[index] if index < len(texts) else None
@@ -63,5 +75,7 @@ def _results(op: Op, choice: Mapping[str, str | None], mesh: Mesh) -> dict[str, 
     try:
         sharded = op.rule.shard({axis: choice.get(axis) for axis in mesh.names}, mesh.sizes)
     except ShardingError as error:
-        raise PlanError(f"the plan cannot be run: {error.what}", where=f"plan.blocks, {op.name}", hint="a new plan") from error
+        raise PlanError(
+            f"the plan cannot be run: {error.what}", where=f"plan.blocks, {op.name}", hint="a new plan"
+        ) from error
     return dict(zip(op.results, sharded.results, strict=True))

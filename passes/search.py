@@ -35,7 +35,9 @@ RECOMPUTE = ("none", "full")
 _LEAN = (
     100.0  # times what the optimizer takes per element: makes a placement store every large parameter split
 )
-_EXTRA = 8  # placements made after the best is known, for the list of alternatives
+_PLACEMENTS = (
+    20  # once the best is known, more placements are made for the list of alternatives up to this many
+)
 _TIED = 1.005  # of plans as close as this, which no prediction can tell apart, one with headroom in memory is taken
 _HEADROOM = 0.9
 
@@ -101,14 +103,12 @@ def search(
                 None,
             )
     best: Found | None = None
-    extra = _EXTRA
     while heap:
         bound, _, key, found = heapq.heappop(heap)
         if found is None:
-            if best is not None and bound > best.step_time_s * _TIED and not work.is_placed(key):
-                if extra == 0:
-                    continue
-                extra -= 1
+            worse = best is not None and bound > best.step_time_s * _TIED
+            if worse and not work.is_placed(key) and len(work.placed) >= _PLACEMENTS:
+                continue
             found = work.price(key)
             if found is not None:
                 push(max(bound, found.step_time_s), key, found)
@@ -354,11 +354,7 @@ def _infeasible(
         hints.append("precision bf16")
     per_node, nodes = cluster.devices_per_node, cluster.nodes
     stored = sum(elements * count for elements, count in work.parameters.values())
-    fixed = sum(
-        size
-        for kind, size in smallest.memory_bytes.items()
-        if kind not in memory.STORED
-    )
+    fixed = sum(size for kind, size in smallest.memory_bytes.items() if kind not in memory.STORED)
     room = smallest.limit_bytes - fixed
     if room > 0:
         needed = -(-stored * 16 // room)

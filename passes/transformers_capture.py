@@ -33,7 +33,11 @@ def mask_or_flag(*args: Any, **kwargs: Any) -> Tensor | None:
     query, key = kwargs.get("q_length"), kwargs.get("kv_length")
     local = kwargs.get("local_size")
     from_start = isinstance(kwargs.get("q_offset", 0), int) and kwargs.get("q_offset", 0) == 0
-    unmasked = kwargs.get("attention_mask") is None and from_start and (local is None or (key is not None and key < local))
+    unmasked = (
+        kwargs.get("attention_mask") is None
+        and from_start
+        and (local is None or (key is not None and key < local))
+    )
     if unmasked and (full_skip or (causal_skip and query == key)):
         return None
     mask: Tensor | None = sdpa_mask(*args, **kwargs)

@@ -50,7 +50,9 @@ def save_checkpoint(folder: Path, trainer: Trainer, *, about: Mapping[str, Any])
         dist.barrier()
 
 
-def _write(folder: Path, parameters: dict[str, Tensor], optimizer: dict[str, Tensor], about: dict[str, Any]) -> None:
+def _write(
+    folder: Path, parameters: dict[str, Tensor], optimizer: dict[str, Tensor], about: dict[str, Any]
+) -> None:
     folder.parent.mkdir(parents=True, exist_ok=True)
     fresh, old = folder.with_name(f".{folder.name}.new"), folder.with_name(f".{folder.name}.old")
     for leftover in (fresh, old):
@@ -70,7 +72,10 @@ def load_checkpoint(folder: Path, trainer: Trainer) -> dict[str, Any]:
     about = read_about(folder)
     store = trainer.model.store
     try:
-        with safe_open(folder / "model.safetensors", "pt") as weights, safe_open(folder / "optimizer.safetensors", "pt") as moments:
+        with (
+            safe_open(folder / "model.safetensors", "pt") as weights,
+            safe_open(folder / "optimizer.safetensors", "pt") as moments,
+        ):
             held = set(weights.keys())
             missing = [name for name in (*store.entries, *store.buffers) if name not in held]
             if missing:
@@ -93,7 +98,9 @@ def load_checkpoint(folder: Path, trainer: Trainer) -> dict[str, Any]:
                     local = store.share(name, value).contiguous().clone()
                 trainer.optimizer.state[entry.parameter][field] = local
     except (SafetensorError, OSError) as error:
-        raise TrainingError(f"the checkpoint cannot be read: {error}", where=str(folder), hint="an earlier checkpoint") from error
+        raise TrainingError(
+            f"the checkpoint cannot be read: {error}", where=str(folder), hint="an earlier checkpoint"
+        ) from error
     trainer.step_count = int(about["step"])
     return about
 
@@ -101,7 +108,9 @@ def load_checkpoint(folder: Path, trainer: Trainer) -> dict[str, Any]:
 def _share(store: Any, name: str, whole: Tensor, folder: Path) -> Tensor:
     expected = store.entries[name].layout.info.shape
     if tuple(whole.shape) != expected:
-        raise TrainingError(f"{name} has shape {list(whole.shape)}, the model's is {list(expected)}", where=str(folder))
+        raise TrainingError(
+            f"{name} has shape {list(whole.shape)}, the model's is {list(expected)}", where=str(folder)
+        )
     share: Tensor = store.share(name, whole)
     return share
 
@@ -112,10 +121,15 @@ def read_about(folder: Path) -> dict[str, Any]:
         about = json.loads((folder / "training.json").read_text())
     except (OSError, ValueError) as error:
         raise TrainingError(
-            f"there is no complete checkpoint: {error}", where=str(folder), hint="a folder that `autopar train --out` wrote"
+            f"there is no complete checkpoint: {error}",
+            where=str(folder),
+            hint="a folder that `autopar train --out` wrote",
         ) from error
     if not isinstance(about, dict) or not isinstance(about.get("step"), int):
         raise TrainingError("training.json does not say which step it is of", where=str(folder))
     if about.get("format", 0) > FORMAT:
-        raise TrainingError(f"the checkpoint has format {about['format']}, this autopar reads up to {FORMAT}", where=str(folder))
+        raise TrainingError(
+            f"the checkpoint has format {about['format']}, this autopar reads up to {FORMAT}",
+            where=str(folder),
+        )
     return about

@@ -56,7 +56,10 @@ class Groups:
         for dim, axes in enumerate(sharding.dims):
             for axis in reversed(axes):
                 if self.mesh.sizes[axis] > 1:
-                    pieces = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(self.mesh.sizes[axis])]
+                    pieces = [
+                        torch.empty_like(tensor, memory_format=torch.contiguous_format)
+                        for _ in range(self.mesh.sizes[axis])
+                    ]
                     dist.all_gather(pieces, tensor.contiguous(), group=self.group[axis])
                     tensor = torch.cat(pieces, dim)
         return tensor

@@ -35,7 +35,13 @@ def launch(arguments: Sequence[str], processes: int, *, threads: int | None = No
     with tempfile.TemporaryDirectory(prefix="autopar-") as folder:
         environment = {**os.environ, ERRORS: folder}
         environment.setdefault("OMP_NUM_THREADS", str(threads or max(1, (os.cpu_count() or 1) // processes)))
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+        command = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            f"--nproc-per-node={processes}",
+        ]
         command += ["-m", "autopar", *arguments]
         with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as run:
             assert run.stderr is not None
@@ -44,7 +50,12 @@ def launch(arguments: Sequence[str], processes: int, *, threads: int | None = No
             for line in run.stderr:
                 told.append(line)
                 # torchrun's own report of a failure is replaced by ours below.
-                quiet = quiet or "torch.distributed.elastic" in line or "torch/distributed/" in line or line.startswith("Traceback")
+                quiet = (
+                    quiet
+                    or "torch.distributed.elastic" in line
+                    or "torch/distributed/" in line
+                    or line.startswith("Traceback")
+                )
                 if not quiet and not line.startswith(("W", "E", "*", "Setting OMP")):
                     sys.stderr.write(line)
                     sys.stderr.flush()
@@ -63,7 +74,11 @@ def _failure(folder: Path, told: str, code: int) -> AutoparError:
         return error
     match = _FAILED.search(told)
     rank = f"rank {match[2]}" if match else "a rank"
-    signal = f" (killed by signal {-int(match[1])})" if match and int(match[1]) < 0 else f" (exit code {match[1] if match else code})"
+    signal = (
+        f" (killed by signal {-int(match[1])})"
+        if match and int(match[1]) < 0
+        else f" (exit code {match[1] if match else code})"
+    )
     detail = "\n".join(told.strip().splitlines()[-15:]) if not match else ""
     return TrainingError(
         f"{rank} died{signal}; the other ranks were stopped" + (f"\n{detail}" if detail else ""),
@@ -86,7 +101,9 @@ def report_error(error: BaseException, rank: int) -> bool:
     report = {
         "what": error.what if isinstance(error, AutoparError) else f"{type(error).__name__}: {error}",
         "where": (error.where if isinstance(error, AutoparError) else None) or f"rank {rank}",
-        "hint": error.hint if isinstance(error, AutoparError) else "to report this, with the command and the model",
+        "hint": error.hint
+        if isinstance(error, AutoparError)
+        else "to report this, with the command and the model",
         "exit_code": error.exit_code if isinstance(error, AutoparError) else 1,
         "secondary": secondary,
         "time": time.time(),
@@ -99,4 +116,15 @@ def report_error(error: BaseException, rank: int) -> bool:
 
 
 def _is_connection_error(text: str) -> bool:
-    return any(word in text for word in ("Connection reset", "Connection closed", "Timed out", "timeout", "gloo", "NCCL", "Broken pipe"))
+    return any(
+        word in text
+        for word in (
+            "Connection reset",
+            "Connection closed",
+            "Timed out",
+            "timeout",
+            "gloo",
+            "NCCL",
+            "Broken pipe",
+        )
+    )

@@ -29,7 +29,13 @@ class RankModel:
     """
 
     def __init__(
-        self, program: RankProgram, groups: Groups, store: ParameterStore, *, compiled: bool = False, recompute: bool = False
+        self,
+        program: RankProgram,
+        groups: Groups,
+        store: ParameterStore,
+        *,
+        compiled: bool = False,
+        recompute: bool = False,
     ) -> None:
         self.program, self.groups, self.store, self.recompute = program, groups, store, recompute
         self.coordinates = {axis: groups.coordinate_tensor(axis) for axis in groups.group}
@@ -112,5 +118,3 @@ def _last_uses(program: RankProgram) -> list[list[str]]:
         if name not in kept:
             result[index].append(name)
     return result
-
-

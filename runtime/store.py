@@ -60,6 +60,16 @@ class Entry:
         return self.layout.grad_sums
 
 
+@dataclass(frozen=True)
+class _Saved:
+    """A view of a gathered parameter that autograd wanted to keep."""
+
+    name: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+
 class ParameterStore:
     """Holds this rank's share of the model's state."""
 
@@ -71,16 +81,22 @@ class ParameterStore:
         self.buffers: dict[str, Tensor] = {}
         for name, layout in program.state.items():
             if name not in state:
-                raise TrainingError(f"the model has no tensor {name}", hint="the model that the plan was made for")
+                raise TrainingError(
+                    f"the model has no tensor {name}", hint="the model that the plan was made for"
+                )
             whole = state[name]
             if tuple(whole.shape) != layout.info.shape:
-                raise TrainingError(f"{name} has shape {list(whole.shape)}, the plan expects {list(layout.info.shape)}")
+                raise TrainingError(
+                    f"{name} has shape {list(whole.shape)}, the plan expects {list(layout.info.shape)}"
+                )
             piece = groups.cut(whole.detach(), layout.sharding)
             if layout.info.kind == "parameter":
                 self.entries[name] = self._entry(name, layout, piece)
             else:
                 self.buffers[name] = piece.to(groups.device).clone()
-        self._gathered: dict[int, dict[str, Tensor]] = {}  # call -> parameters gathered again for its backward
+        self._gathered: dict[
+            int, dict[str, Tensor]
+        ] = {}  # call -> parameters gathered again for its backward
 
     def _entry(self, name: str, layout: StateLayout, piece: Tensor) -> Entry:
         shape = tuple(piece.shape)
@@ -107,7 +123,9 @@ class ParameterStore:
         """The tensors a call's block takes, in order."""
         wanted = [name for name in dict.fromkeys(names) if name in self.entries]
         if self.fsdp == 1 or not wanted:
-            return [self._compute_copy(name) if name in self.entries else self.buffers[name] for name in names]
+            return [
+                self._compute_copy(name) if name in self.entries else self.buffers[name] for name in names
+            ]
         shards = [self.entries[name].parameter for name in wanted]
         whole = dict(zip(wanted, _GatherParameters.apply(self, call, wanted, *shards), strict=True))  # type: ignore[no-untyped-call]
         return [whole[name] if name in whole else self.buffers[name] for name in names]
@@ -120,7 +138,9 @@ class ParameterStore:
     def gather(self, names: Sequence[str]) -> list[Tensor]:
         """Whole (but for tp) parameters from all ranks' rows, in one collective."""
         entries = [self.entries[name] for name in names]
-        local = torch.cat([_padded(entry.parameter.detach().to(entry.dtype), entry.chunk) for entry in entries])
+        local = torch.cat(
+            [_padded(entry.parameter.detach().to(entry.dtype), entry.chunk) for entry in entries]
+        )
         gathered = local.new_empty(self.fsdp, local.numel())
         dist.all_gather_single(gathered.view(-1), local, group=self.groups.group[FSDP])
         whole = []
@@ -136,13 +156,20 @@ class ParameterStore:
         summed: list[tuple[Entry, Tensor]] = []
         for entry, gradient in zip(entries, gradients, strict=True):
             master = entry.parameter.dtype  # gradients are summed in the master's precision
-            whole = torch.zeros(entry.shape, dtype=master, device=self.groups.device) if gradient is None else gradient.to(master)
+            whole = (
+                torch.zeros(entry.shape, dtype=master, device=self.groups.device)
+                if gradient is None
+                else gradient.to(master)
+            )
             if FSDP in entry.sums:
                 summed.append((entry, whole))
             else:
                 result[entry.name] = self._own_rows(whole, entry.chunk_rows).contiguous()
         if summed:
-            front = torch.cat([_padded(whole, self.fsdp * entry.chunk).view(self.fsdp, -1) for entry, whole in summed], dim=1)
+            front = torch.cat(
+                [_padded(whole, self.fsdp * entry.chunk).view(self.fsdp, -1) for entry, whole in summed],
+                dim=1,
+            )
             own = front.new_empty(front.shape[1])
             dist.reduce_scatter_single(own, front.reshape(-1), group=self.groups.group[FSDP])
             for (entry, _), start in zip(summed, _offsets([entry for entry, _ in summed]), strict=True):
@@ -155,22 +182,25 @@ class ParameterStore:
     def hooks(self, call: int, names: Sequence[str], taken: Sequence[Tensor]) -> Any:
         """While a call runs under fsdp: what autograd saves of gathered parameters is only a note of which one it
         was; backward gathers them again, once per call."""
-        owner = {tensor.untyped_storage().data_ptr(): name for name, tensor in zip(names, taken, strict=True) if name in self.entries}
+        owner = {
+            tensor.untyped_storage().data_ptr(): name
+            for name, tensor in zip(names, taken, strict=True)
+            if name in self.entries
+        }
 
-        def pack(tensor: Tensor) -> object:
+        def pack(tensor: Tensor) -> Tensor | _Saved:
             name = owner.get(tensor.untyped_storage().data_ptr())
             if name is None:
                 return tensor
-            return name, tensor.shape, tensor.stride(), tensor.storage_offset()
+            return _Saved(name, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
 
-        def unpack(saved: object) -> Tensor:
+        def unpack(saved: Tensor | _Saved) -> Tensor:
             if isinstance(saved, Tensor):
                 return saved
-            name, shape, stride, offset = saved  # type: ignore[misc]
             if call not in self._gathered:
                 wanted = [item for item in dict.fromkeys(names) if item in self.entries]
                 self._gathered[call] = dict(zip(wanted, self.gather(wanted), strict=True))
-            return self._gathered[call][name].as_strided(shape, stride, offset)
+            return self._gathered[call][saved.name].as_strided(saved.shape, saved.stride, saved.offset)
 
         return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
@@ -253,12 +283,14 @@ class _GatherParameters(Function):
     """This rank's rows -> whole parameters; backward: whole gradients -> own rows of their sum."""
 
     @staticmethod
-    def forward(ctx: Any, store: ParameterStore, call: int, names: list[str], *shards: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, store: ParameterStore, call: int, names: list[str], *shards: Tensor
+    ) -> tuple[Tensor, ...]:
         ctx.store, ctx.call, ctx.names = store, call, names
         return tuple(store.gather(names))
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
         ctx.store.drop(ctx.call)
         return None, None, None, *ctx.store.reduce_rows(ctx.names, gradients)
 

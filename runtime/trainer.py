@@ -33,7 +33,12 @@ class Trainer:
     """Steps a RankModel. `optimizer` is any torch optimizer over `model.store.parameters`."""
 
     def __init__(
-        self, model: RankModel, optimizer: torch.optim.Optimizer, *, micro_batches: int = 1, max_norm: float | None = 1.0
+        self,
+        model: RankModel,
+        optimizer: torch.optim.Optimizer,
+        *,
+        micro_batches: int = 1,
+        max_norm: float | None = 1.0,
     ) -> None:
         self.model, self.optimizer = model, optimizer
         self.micro_batches, self.max_norm = micro_batches, max_norm
@@ -71,7 +76,9 @@ class Trainer:
             loss = outputs["loss"]
             weight = float(outputs[count_name]) if self.micro_batches > 1 and count_name is not None else 1.0
             value = float(loss.detach())
-            if weight == 0.0:  # a micro-batch without a single label: its mean is undefined and counts for nothing
+            if (
+                weight == 0.0
+            ):  # a micro-batch without a single label: its mean is undefined and counts for nothing
                 continue
             if not math.isfinite(value):
                 self.optimizer.zero_grad(set_to_none=True)
@@ -86,7 +93,9 @@ class Trainer:
             total += value * weight
             weights += weight
         if not weights:
-            raise TrainingError("no label in the batch counts: all are ignored", where=f"step {self.step_count + 1}")
+            raise TrainingError(
+                "no label in the batch counts: all are ignored", where=f"step {self.step_count + 1}"
+            )
         self.model.store.finish_gradients(divide_by=weights)
         return total / weights
 
@@ -100,7 +109,9 @@ class Trainer:
             if name not in self.model.program.inputs:
                 continue
             if name not in batch:
-                raise TrainingError(f"the batch has no {name!r}; it has {', '.join(batch)}", hint=f"a batch with {name!r}")
+                raise TrainingError(
+                    f"the batch has no {name!r}; it has {', '.join(batch)}", hint=f"a batch with {name!r}"
+                )
             expected = (info.shape[0] * self.micro_batches, *info.shape[1:])
             found = tuple(batch[name].shape)
             if found != expected:
@@ -114,5 +125,7 @@ class Trainer:
         pieces = {}
         for name in self.model.program.inputs:
             size = batch[name].shape[0] // self.micro_batches
-            pieces[name] = batch[name].narrow(0, number * size, size) if self.micro_batches > 1 else batch[name]
+            pieces[name] = (
+                batch[name].narrow(0, number * size, size) if self.micro_batches > 1 else batch[name]
+            )
         return pieces

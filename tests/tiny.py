@@ -10,25 +10,37 @@ from torch import Tensor, nn
 
 BATCH, SEQUENCE, VOCABULARY = 4, 16, 96
 
-_SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": VOCABULARY}
+_SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "vocab_size": VOCABULARY,
+}
 
 
 def _llama() -> nn.Module:
     import transformers
 
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**_SIZES, num_key_value_heads=2, use_cache=False))
+    return transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(**_SIZES, num_key_value_heads=2, use_cache=False)
+    )
 
 
 def _qwen3() -> nn.Module:
     import transformers
 
-    return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**_SIZES, num_key_value_heads=2, head_dim=16, use_cache=False))
+    return transformers.Qwen3ForCausalLM(
+        transformers.Qwen3Config(**_SIZES, num_key_value_heads=2, head_dim=16, use_cache=False)
+    )
 
 
 def _gpt2() -> nn.Module:
     import transformers
 
-    config = transformers.GPT2Config(n_embd=64, n_layer=3, n_head=4, vocab_size=VOCABULARY, bos_token_id=0, eos_token_id=0)
+    config = transformers.GPT2Config(
+        n_embd=64, n_layer=3, n_head=4, vocab_size=VOCABULARY, bos_token_id=0, eos_token_id=0
+    )
     return transformers.GPT2LMHeadModel(config)
 
 
@@ -42,14 +54,22 @@ def _vit() -> nn.Module:
     import transformers
 
     sizes = {key: value for key, value in _SIZES.items() if key != "vocab_size"}
-    return transformers.ViTForImageClassification(transformers.ViTConfig(**sizes, image_size=32, patch_size=8, num_labels=8))
+    return transformers.ViTForImageClassification(
+        transformers.ViTConfig(**sizes, image_size=32, patch_size=8, num_labels=8)
+    )
 
 
 def _t5() -> nn.Module:
     import transformers
 
     config = transformers.T5Config(
-        d_model=64, d_kv=16, d_ff=128, num_layers=3, num_heads=4, vocab_size=VOCABULARY, decoder_start_token_id=0
+        d_model=64,
+        d_kv=16,
+        d_ff=128,
+        num_layers=3,
+        num_heads=4,
+        vocab_size=VOCABULARY,
+        decoder_start_token_id=0,
     )
     return transformers.T5ForConditionalGeneration(config)
 
@@ -69,7 +89,10 @@ def tiny(kind: str) -> tuple[nn.Module, dict[str, Any]]:
     torch.manual_seed(0)
     model = MODELS[kind]().eval()
     if kind == "vit":
-        inputs: dict[str, Tensor] = {"pixel_values": torch.randn(BATCH, 3, 32, 32), "labels": torch.randint(0, 8, (BATCH,))}
+        inputs: dict[str, Tensor] = {
+            "pixel_values": torch.randn(BATCH, 3, 32, 32),
+            "labels": torch.randint(0, 8, (BATCH,)),
+        }
         return model, inputs
     ids = torch.randint(0, VOCABULARY, (BATCH, SEQUENCE))
     labels = ids.clone()

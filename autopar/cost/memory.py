@@ -32,7 +32,12 @@ KEEPS_RESULT = frozenset(
 PRODUCTS = frozenset(f"aten.{name}" for name in ("mul", "div", "true_divide"))
 # The kinds of memory: what a rank stores of the parameters, and what scales with the micro-batch.
 STORED = ("weights", "gradients", "optimizer")
-BUFFERS, ACTIVATIONS, LOGITS, WORKSPACE = "gather and reduce buffers", "activations", "logits and loss", "workspace"
+BUFFERS, ACTIVATIONS, LOGITS, WORKSPACE = (
+    "gather and reduce buffers",
+    "activations",
+    "logits and loss",
+    "workspace",
+)
 SCALING = (ACTIVATIONS, LOGITS, WORKSPACE)
 FRAGMENTS, RESERVED = "fragmentation", "reserved"
 GRADIENT_BYTES = 4
@@ -76,6 +81,7 @@ def activations(
     maker = {name: op for op in problem.ops for name in op.results}
     inside = fused_values(problem) if fused else frozenset()
     kept: dict[str, dict[tuple[str, float], float]] = defaultdict(dict)
+    near_loss = _makes_logits(problem, maker)
     logits = workspace = 0.0
 
     def local(name: str, sharding: Sharding) -> float:
@@ -110,7 +116,7 @@ def activations(
                 2 * item_bytes[info.dtype] + 4
             )  # the logits, their gradient, a softmax in fp32
             continue
-        if op.operands and not _feeds_loss(op, problem):
+        if op.operands and op.name not in near_loss:
             workspace = max(workspace, *sizes_made, 0.0)
         for name, use in _kept_of(op, problem, uses, shardings):
             keep(block, name, use)
@@ -142,9 +148,15 @@ def _uses(op: Op, problem: Problem, choices: Mapping[str, Choice], mesh: Mesh) -
     return [use.sharding for use in op.rule.shard(choices[op.name], mesh.sizes).uses]
 
 
-def _feeds_loss(op: Op, problem: Problem) -> bool:
-    users = [user for user in problem.ops if any(name in user.operands for name in op.results)]
-    return any(kind_of(user) == "cross_entropy" for user in users)
+def _makes_logits(problem: Problem, maker: Mapping[str, Op]) -> set[str]:
+    """The ops between the last product and the loss, that product included: their results are counted as logits."""
+    found: set[str] = set()
+    for op in problem.ops:
+        name = op.operands[0] if kind_of(op) == "cross_entropy" else ""
+        while name in maker:
+            found.add(maker[name].name)
+            name = maker[name].operands[0] if kind_of(maker[name]) in ("free", "pointwise") else ""
+    return found
 
 
 def _kept_of(

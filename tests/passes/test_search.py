@@ -161,7 +161,8 @@ def test_state_lists_every_parameter_with_fsdp_minor(captured: tuple[Program, Pr
 
 def test_infeasible_says_by_how_much_and_what_would_fit(captured: tuple[Program, Problem]) -> None:
     with pytest.raises(InfeasibleError, match=r"GiB too much") as error:
-        plan(captured, shrunk(load_cluster("cpu:1"), 40 * 2**20))
+        plan(captured, shrunk(load_cluster("cpu:1"), 60 * 2**20), recompute="none")
+    assert "recompute full" in (error.value.hint or "")
     assert "devices" in (error.value.hint or "")
 
 

@@ -17,12 +17,15 @@ from tests.runtime.processes import write_result
 from tests.tiny import tiny
 
 
-
 def fixes(kind: str, variant: str) -> tuple[str, ...]:
     if variant != "megatron":
         return ()
     # ViT has 16 patches and a class token: its sequence of 17 does not divide.
-    return ("heads=tp", "ffn=tp", "vocab=tp") if kind == "vit" else ("heads=tp", "ffn=tp", "vocab=tp", "sequence=tp")
+    return (
+        ("heads=tp", "ffn=tp", "vocab=tp")
+        if kind == "vit"
+        else ("heads=tp", "ffn=tp", "vocab=tp", "sequence=tp")
+    )
 
 
 def shared_plan(*arguments: Any, **options: Any) -> Plan:
@@ -56,12 +59,22 @@ def compare(kind: str, mesh: str, variant: str) -> dict[str, float]:
     reference.backward()
     expected = {name: parameter.grad for name, parameter in model.named_parameters()}
     largest = max(float(gradient.norm()) for gradient in expected.values() if gradient is not None)
-    options = {"recompute": "full"} if variant == "recompute" else {"micro_batches": 2} if variant == "micro" else {}
+    options = (
+        {"recompute": "full"}
+        if variant == "recompute"
+        else {"micro_batches": 2}
+        if variant == "micro"
+        else {}
+    )
     devices = 1
     for part in mesh.split(","):
         devices *= int(part.split("=")[1])
-    plan = shared_plan(model, f"cpu:{devices}", example_inputs=batch, mesh=mesh, fix=fixes(kind, variant), **options)
-    run = api.compile(model, plan=plan, example_inputs=batch, compiled=variant == "compile").start(timeout_s=120)
+    plan = shared_plan(
+        model, f"cpu:{devices}", example_inputs=batch, mesh=mesh, fix=fixes(kind, variant), **options
+    )
+    run = api.compile(model, plan=plan, example_inputs=batch, compiled=variant == "compile").start(
+        timeout_s=120
+    )
     loss = run.trainer.gradients(batch)
     worst, which = 0.0, ""
     for name, gradient in expected.items():

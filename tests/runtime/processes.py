@@ -16,7 +16,9 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def run_on(processes: int, script: str, *arguments: str, timeout: float = 240.0, kill: tuple[int, str] | None = None) -> list[Any]:
+def run_on(
+    processes: int, script: str, *arguments: str, timeout: float = 240.0, kill: tuple[int, str] | None = None
+) -> list[Any]:
     """Run `tests/runtime/SCRIPT ARGUMENTS` on every rank; returns what each rank wrote to its RESULT file as JSON.
 
     `kill=(rank, text)`: send SIGKILL to that rank once its output holds `text`. A rank that fails makes this raise
@@ -40,8 +42,11 @@ def run_on(processes: int, script: str, *arguments: str, timeout: float = 240.0,
                 ranks.append(
                     subprocess.Popen(
                         [sys.executable, str(ROOT / "tests" / "runtime" / script), *arguments],
-                        env=environment, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT,
-                    )  # fmt: skip
+                        env=environment,
+                        stdout=log,
+                        stderr=subprocess.STDOUT,
+                        cwd=ROOT,
+                    )
                 )
         end = time.monotonic() + timeout
         try:
@@ -64,7 +69,9 @@ def run_on(processes: int, script: str, *arguments: str, timeout: float = 240.0,
 
 
 def _tails(logs: list[Path]) -> str:
-    return "\n".join(f"--- rank {rank}\n" + log.read_text(errors="replace")[-3000:] for rank, log in enumerate(logs))
+    return "\n".join(
+        f"--- rank {rank}\n" + log.read_text(errors="replace")[-3000:] for rank, log in enumerate(logs)
+    )
 
 
 def write_result(value: Any) -> None:

@@ -14,10 +14,18 @@ FOUR = ["dp=4", "fsdp=4", "tp=4", "dp=2,tp=2", "fsdp=2,tp=2", "dp=2,fsdp=2"]
 def cases(meshes: list[str]) -> list[str]:
     """What the planner chooses on each mesh, and Megatron's placement wherever there is a tp axis."""
     planned = [f"{kind}/{mesh}/planned" for kind in MODELS for mesh in meshes]
-    return planned + [f"{kind}/{mesh}/megatron" for kind in MODELS for mesh in meshes if mesh.endswith("tp=2")]
+    return planned + [
+        f"{kind}/{mesh}/megatron" for kind in MODELS for mesh in meshes if mesh.endswith("tp=2")
+    ]
 
 
-TWO_CASES = [*cases(TWO), "llama/dp=2/micro", "t5/fsdp=2/micro", "llama/tp=2/recompute", "bert/fsdp=2/recompute"]
+TWO_CASES = [
+    *cases(TWO),
+    "llama/dp=2/micro",
+    "t5/fsdp=2/micro",
+    "llama/tp=2/recompute",
+    "bert/fsdp=2/recompute",
+]
 FOUR_CASES = [*cases(FOUR), "gpt2/dp=2,tp=2/micro", "llama/fsdp=2,tp=2/recompute"]
 
 
