@@ -35,9 +35,8 @@ RECOMPUTE = ("none", "full")
 _LEAN = (
     100.0  # times what the optimizer takes per element: makes a placement store every large parameter split
 )
-_PLACEMENTS = (
-    20  # once the best is known, more placements are made for the list of alternatives up to this many
-)
+# Once the best is known, more placements are made for the list of alternatives up to this many.
+_PLACEMENTS = 20
 _TIED = 1.005  # of plans as close as this, which no prediction can tell apart, one with headroom in memory is taken
 _HEADROOM = 0.9
 

@@ -1,0 +1,111 @@
+"""Real weights, real text: SmolLM2-135M trained and sampled under every layout equals the single process."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean
+
+import pytest
+
+from tests.acceptance.reference import BATCH, SEQUENCE, STEPS, reference_run
+
+ROOT = Path(__file__).resolve().parents[2]
+MODEL = ROOT / ".cache" / "smollm2"
+
+pytestmark = pytest.mark.slow
+
+# Name -> processes, and what `autopar plan` is told.
+LAYOUTS = {
+    "chosen": (4, []),
+    "dp=4": (4, ["--mesh", "dp=4"]),
+    "fsdp=4": (4, ["--mesh", "fsdp=4"]),
+    "dp=2,tp=2": (4, ["--mesh", "dp=2,tp=2"]),
+    "tp=3": (3, ["--mesh", "tp=3", "--fix", "heads=tp", "--fix", "ffn=tp", "--fix", "vocab=tp"]),
+}
+
+PROMPTS = [
+    "The capital of France is",
+    "To install a Python package, run",
+    "Water boils at a temperature of",
+    "Once upon a time there was a",
+    "The three primary colors are",
+]
+
+
+@dataclass(frozen=True)
+class Reference:
+    losses: list[float]
+    gradients: Path
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    gradients = tmp_path_factory.mktemp("reference") / "gradients.safetensors"
+    return Reference(reference_run(MODEL, gradients), gradients)
+
+
+def autopar(*arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "autopar", *arguments]
+    return subprocess.run(command, cwd=ROOT, text=True, capture_output=True, timeout=900, check=check)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_thirty_steps_equal_the_single_process(reference: Reference, layout: str, tmp_path: Path) -> None:
+    processes, options = LAYOUTS[layout]
+    plan, result = tmp_path / "plan.json", tmp_path / "result.json"
+    sizes = ["--batch", str(BATCH), "--seq", str(SEQUENCE)]
+    autopar("plan", str(MODEL), "--cluster", f"cpu:{processes}", *sizes, *options, "-o", str(plan))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    command += ["tests/acceptance/train_worker.py", str(MODEL), str(plan), str(STEPS), str(reference.gradients), str(result)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    subprocess.run(command, cwd=ROOT, env=environment, check=True, timeout=900)
+    found = json.loads(result.read_text())
+    errors = [abs(one / other - 1) for one, other in zip(found["losses"], reference.losses, strict=True)]
+    print(f"{layout}: worst loss error {max(errors):.2e}, worst gradient error {found['worst']:.2e} ({found['which']})")
+    assert max(errors) < 1e-4
+    assert found["worst"] < 1e-5
+    assert mean(found["losses"][-10:]) < mean(found["losses"][:10])
+
+
+def test_heads_that_do_not_divide_are_an_error_that_teaches() -> None:
+    run = autopar("plan", str(MODEL), "--cluster", "cpu:2", "--mesh", "tp=2", "--fix", "heads=tp", check=False)
+    assert run.returncode == 5
+    assert "9" in run.stderr
+    assert "heads" in run.stderr
+    assert "try an axis of size 3" in run.stderr
+
+
+@pytest.fixture(scope="module")
+def expected_tokens() -> list[list[int]]:
+    """Transformers' own greedy tokens in fp32."""
+    import torch
+    from transformers import AutoTokenizer, LlamaForCausalLM
+
+    model = LlamaForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
+    words = AutoTokenizer.from_pretrained(MODEL)
+    rows = []
+    for prompt in PROMPTS:
+        ids = words(prompt, return_tensors="pt").input_ids
+        with torch.no_grad():
+            made = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=64, do_sample=False)
+        rows.append(made[0, ids.shape[1] :].tolist())
+    return rows
+
+
+@pytest.mark.parametrize("processes", [1, 2, 3])
+def test_generated_tokens_are_those_of_transformers(expected_tokens: list[list[int]], processes: int) -> None:
+    run = autopar("generate", str(MODEL), *PROMPTS, "--processes", str(processes), "--json")
+    found = [json.loads(line)["tokens"] for line in run.stdout.splitlines()]
+    assert found == expected_tokens
+
+
+def test_pages_for_this_machine_and_for_64_gpus() -> None:
+    for model, cluster in ((str(MODEL), "cpu:4"), ("llama-3.1-8b", "h100:8x8")):
+        page = autopar("plan", model, "--cluster", cluster, "--batch", "128", "--seq", "1024").stdout
+        for word in ("mesh", "axes", "stages", "memory", "step", "rejected", "optimizer"):
+            assert word in page
