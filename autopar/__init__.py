@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from autopar.cluster import Cluster, load_cluster
     from autopar.errors import AutoparError
     from autopar.mesh import Mesh
-    from autopar.plan import Plan
+    from autopar.plans import Plan
     from autopar.rules import check_rule, register_rule
     from autopar.sharding import Sharding
 
@@ -24,7 +24,7 @@ _PLACES = {
     "Cluster": "cluster",
     "Compiled": "api",
     "Mesh": "mesh",
-    "Plan": "plan",
+    "Plan": "plans",
     "Sharding": "sharding",
     "check_rule": "rules",
     "compile": "api",

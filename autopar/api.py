@@ -32,7 +32,7 @@ from autopar.passes.problem import build_problem
 from autopar.passes.propagate import check_fixed, parse_constraint, propagate
 from autopar.passes.restore import solution_of
 from autopar.passes.search import search
-from autopar.plan import Plan, fingerprint
+from autopar.plans import Plan, fingerprint
 from autopar.problem import Problem
 from autopar.program import Program
 from autopar.runtime.checkpoint import load_checkpoint, save_checkpoint

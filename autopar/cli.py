@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from autopar.models.model_source import ModelSource
-    from autopar.plan import Plan
+    from autopar.plans import Plan
 
 app = typer.Typer(
     help="Finds the fastest parallel plan for a PyTorch model on a cluster, and runs it.",
@@ -115,7 +115,7 @@ def plan(
 @app.command()
 def diff(one: Annotated[Path, typer.Argument()], other: Annotated[Path, typer.Argument()]) -> None:
     """Show where two plan files differ; exit code 1 if they do."""
-    from autopar.plan import Plan
+    from autopar.plans import Plan
 
     text = Plan.load(one).diff(Plan.load(other))
     if text:
@@ -169,7 +169,7 @@ def train(
     Under torchrun (any launcher that sets WORLD_SIZE) this process is one rank; else the ranks are started here.
     """
     from autopar import api
-    from autopar.plan import Plan
+    from autopar.plans import Plan
     from autopar.runtime.launch import launch, launched
 
     if resume and out is None:

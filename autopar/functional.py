@@ -27,11 +27,3 @@ def cross_entropy(
         label_smoothing=label_smoothing,
     )
     return flat.reshape(labels.shape) if reduction == "none" else flat
-
-
-def cross_entropy_sum(
-    logits: Tensor, labels: Tensor, ignore_index: int, label_smoothing: float
-) -> tuple[Tensor, Tensor]:
-    """Sum of the losses and the number of labels counted, both scalars (count in float)."""
-    total = cross_entropy(logits, labels, ignore_index, "sum", label_smoothing)
-    return total, (labels != ignore_index).sum().to(torch.float32)

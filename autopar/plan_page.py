@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from autopar.plan import BlockPart, Plan
+    from autopar.plans import BlockPart, Plan
 
 WIDTH = 100
 _SHOWN = 8  # alternatives, ops, notes

@@ -17,7 +17,7 @@ from autopar.cost.prices import Prices
 from autopar.mesh import Mesh
 from autopar.passes.candidates import active_axes
 from autopar.passes.pricing import Pricer, arriving, makers
-from autopar.plan import (
+from autopar.plans import (
     Alternative,
     BlockPart,
     DataPart,

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 from autopar.errors import PlanError, ShardingError
 from autopar.mesh import Mesh
-from autopar.plan import Plan
+from autopar.plans import Plan
 from autopar.problem import Op, Problem, Solution
 from autopar.sharding import Sharding
 

@@ -27,7 +27,7 @@ from autopar.passes.combinations import mesh_of, meshes, splits
 from autopar.passes.placement import solve
 from autopar.passes.plan_writer import Found, write_plan
 from autopar.passes.propagate import check_fixed
-from autopar.plan import Plan
+from autopar.plans import Plan
 from autopar.problem import Problem, Solution
 from autopar.program import Program
 

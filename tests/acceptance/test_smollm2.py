@@ -11,8 +11,17 @@ from pathlib import Path
 from statistics import mean
 
 import pytest
+import torch
 
-from tests.acceptance.reference import BATCH, SEQUENCE, STEPS, reference_run
+from tests.acceptance.reference import (
+    BATCH,
+    SEQUENCE,
+    STEPS,
+    distance,
+    gradient_in,
+    reference_gradients,
+    reference_losses,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = ROOT / ".cache" / "smollm2"
@@ -39,14 +48,42 @@ PROMPTS = [
 
 @dataclass(frozen=True)
 class Reference:
+    """Losses of the single process; its gradients in float32 and in float64."""
+
     losses: list[float]
-    gradients: Path
+    single: Path
+    exact: Path
+
+    def rounding(self, name: str) -> float:
+        """How far the single process's own float32 gradient is from the exact one."""
+        return distance(gradient_in(self.single, name), gradient_in(self.exact, name))
 
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
-    gradients = tmp_path_factory.mktemp("reference") / "gradients.safetensors"
-    return Reference(reference_run(MODEL, gradients), gradients)
+    folder = tmp_path_factory.mktemp("reference")
+    single, exact = folder / "single.safetensors", folder / "exact.safetensors"
+    reference_gradients(MODEL, single, torch.float32)
+    reference_gradients(MODEL, exact, torch.float64)
+    return Reference(reference_losses(MODEL), single, exact)
+
+
+@dataclass(frozen=True)
+class Gradient:
+    """Relative distances of a sharded gradient from the single process's and from the exact one, and of the single
+    process's from the exact one."""
+
+    single: float
+    exact: float
+    rounding: float
+
+    @property
+    def equal(self) -> bool:
+        """Within 1e-5 of the single process; where that is itself at float32's limit, as near the truth as it is."""
+        return self.single < 1e-5 or (self.rounding > 5e-6 and self.exact < 1.5 * self.rounding)
+
+    def __str__(self) -> str:
+        return f"{self.single:.1e} from the single process, {self.exact:.1e} from float64 (the single process: {self.rounding:.1e})"
 
 
 def autopar(*arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]:
@@ -61,14 +98,17 @@ def test_thirty_steps_equal_the_single_process(reference: Reference, layout: str
     sizes = ["--batch", str(BATCH), "--seq", str(SEQUENCE)]
     autopar("plan", str(MODEL), "--cluster", f"cpu:{processes}", *sizes, *options, "-o", str(plan))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-    command += ["tests/acceptance/train_worker.py", str(MODEL), str(plan), str(STEPS), str(reference.gradients), str(result)]
+    files = [str(plan), str(STEPS), str(result), str(reference.single), str(reference.exact)]
+    command += ["tests/acceptance/train_worker.py", str(MODEL), *files]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     subprocess.run(command, cwd=ROOT, env=environment, check=True, timeout=900)
     found = json.loads(result.read_text())
     errors = [abs(one / other - 1) for one, other in zip(found["losses"], reference.losses, strict=True)]
-    print(f"{layout}: worst loss error {max(errors):.2e}, worst gradient error {found['worst']:.2e} ({found['which']})")
+    gradients = {name: Gradient(*pair, reference.rounding(name)) for name, pair in found["errors"].items()}
+    worst = max(gradients, key=lambda name: gradients[name].single)
+    print(f"{layout}: worst loss error {max(errors):.1e}; worst gradient {worst}: {gradients[worst]}")
     assert max(errors) < 1e-4
-    assert found["worst"] < 1e-5
+    assert [name for name, gradient in gradients.items() if not gradient.equal] == []
     assert mean(found["losses"][-10:]) < mean(found["losses"][:10])
 
 

@@ -14,7 +14,7 @@ from autopar.errors import ConstraintError, InfeasibleError, UsageError
 from autopar.mesh import Mesh
 from autopar.passes.combinations import divisors, meshes, splits
 from autopar.passes.search import search
-from autopar.plan import Plan, fingerprint
+from autopar.plans import Plan, fingerprint
 from autopar.problem import Problem
 from autopar.program import Program
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 import autopar.api as api
-from autopar.plan import Plan
+from autopar.plans import Plan
 from autopar.runtime.groups import leave
 from tests.runtime.processes import write_result
 from tests.tiny import tiny

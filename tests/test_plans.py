@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from autopar.cluster import load_cluster
 from autopar.errors import PlanError
-from autopar.plan import Plan
+from autopar.plans import Plan
 
 DATA: dict[str, Any] = {
     "version": 1,
