@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar.cluster import Cluster, load_cluster
-from autopar.errors import PlanError, UsageError
+from autopar.errors import ModelError, PlanError, ShardingError, UsageError
 from autopar.mesh import Mesh
 from autopar.models.model_source import ModelSource
 from autopar.models.source import find_model
@@ -35,7 +35,7 @@ from autopar.passes.search import search
 from autopar.plans import Plan, fingerprint
 from autopar.problem import Problem
 from autopar.program import Program
-from autopar.runtime.checkpoint import load_checkpoint, save_checkpoint
+from autopar.runtime.checkpoint import load_checkpoint, read_about, save_checkpoint
 from autopar.runtime.generate import NextToken
 from autopar.runtime.groups import join_mesh
 from autopar.runtime.model import RankModel
@@ -195,9 +195,17 @@ class Compiled:
         make = optimizer or (
             lambda parameters: torch.optim.AdamW(parameters, lr=lr, weight_decay=weight_decay)
         )
-        self._trainer = Trainer(
-            model, make(trainable), micro_batches=self.plan.data.micro_batches, max_norm=max_norm
-        )
+        if not trainable:
+            raise ModelError(
+                "the model has no trainable parameter",
+                where=self._source.name,
+                hint="parameter.requires_grad_(True) for those to train",
+            )
+        try:
+            chosen = make(trainable)
+        except ValueError as error:  # torch's check of the learning rate and the like
+            raise UsageError(f"the optimizer refuses its settings: {error}", hint="lr=3e-4") from error
+        self._trainer = Trainer(model, chosen, micro_batches=self.plan.data.micro_batches, max_norm=max_norm)
         return self
 
     @property
@@ -246,12 +254,14 @@ class Compiled:
 
     def load(self, folder: str | Path) -> None:
         """Go on from a saved run, of this plan or another one for the same model. All ranks must call it."""
-        about = load_checkpoint(Path(folder), self.trainer)
+        about = read_about(Path(folder))
         if about.get("fingerprint", self.plan.model.fingerprint) != self.plan.model.fingerprint:
             raise PlanError(
-                f"the checkpoint is of {about.get('model')}, the plan of {self.plan.model.name}",
+                f"the checkpoint is of another model: {about.get('model')}, the plan is for {self.plan.model.name}",
                 where=str(folder),
+                hint="the checkpoint of a run of this model",
             )
+        load_checkpoint(Path(folder), self.trainer)
 
 
 def generator(
@@ -352,13 +362,21 @@ def _mesh(mesh: str | Mesh | None, devices: int) -> Mesh | None:
     """`tp=2` or `dp=2,tp=2` with the axes left out at size 1 (dp takes what is left when it is left out)."""
     if mesh is None:
         return None
-    given = (Mesh.parse(mesh) if isinstance(mesh, str) else mesh).sizes
+    try:
+        given = (Mesh.parse(mesh) if isinstance(mesh, str) else mesh).sizes
+    except ShardingError as error:
+        raise UsageError(error.what, where=error.where, hint=error.hint) from None
+    if not given:
+        raise UsageError(f"mesh {mesh!r} names no axis", hint="a form such as 'dp=2,tp=4'")
     unknown = set(given) - {"dp", "fsdp", "tp"}
     if unknown:
         raise UsageError(f"mesh {mesh}: unknown axis {sorted(unknown)[0]!r}", hint="axes dp, fsdp and tp")
     rest = given.get("fsdp", 1) * given.get("tp", 1)
     if "dp" not in given and devices % rest:
-        raise UsageError(f"mesh {mesh}: {rest} does not divide the {devices} devices of the cluster")
+        raise UsageError(
+            f"mesh {mesh}: {rest} does not divide the {devices} devices of the cluster",
+            hint="sizes whose product does",
+        )
     sizes = {"dp": given.get("dp", devices // rest), "fsdp": given.get("fsdp", 1), "tp": given.get("tp", 1)}
     full = Mesh.of(sizes)
     if full.device_count != devices:
@@ -406,7 +424,13 @@ def _lower(source: ModelSource, form: _Form, plan: Plan, tell: Progress) -> Rank
             hint="the model the plan was made for, or a new plan",
         )
     tell("lowering")
-    return lower(prepared.program, prepared.problem, solution_of(plan, prepared.problem), mesh)
+    solution = solution_of(plan, prepared.problem)
+    try:
+        return lower(prepared.program, prepared.problem, solution, mesh)
+    except ShardingError as error:  # the search makes no such plan: it was edited, or is of another version
+        raise PlanError(
+            f"the plan cannot be run: {error.what}", where=f"plan.blocks, {error.where}", hint="a new plan"
+        ) from error
 
 
 def _state_of(module: nn.Module, constants: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -420,6 +444,13 @@ _ORDER = ("capture", "axes", "problem", "lowered", "plan")
 
 
 def _dump(folder: Path, name: str, text: str) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
     suffix = "json" if name == "plan" else "txt"
-    (folder / f"{_ORDER.index(name) + 1}-{name}.{suffix}").write_text(text + "\n")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"{_ORDER.index(name) + 1}-{name}.{suffix}").write_text(text + "\n")
+    except OSError as error:
+        raise UsageError(
+            f"the dump cannot be written: {error.strerror}",
+            where=str(folder),
+            hint="a folder you can write to",
+        ) from None

@@ -16,8 +16,9 @@ import os
 import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -91,7 +92,7 @@ def plan(
     """Find the fastest plan for training MODEL on a cluster, and say why."""
     from autopar import api
 
-    with _progress(quiet) as tell:
+    with _results(), _progress(quiet) as tell:
         found = api.plan(
             model,
             cluster,
@@ -133,10 +134,10 @@ def train(
     batch: BatchOption = 8,
     seq: SeqOption = 128,
     steps: Annotated[int, typer.Option("--steps", min=1, help="the step to train up to")] = 30,
-    lr: Annotated[float, typer.Option("--lr", help="AdamW's learning rate")] = 3e-4,
-    weight_decay: Annotated[float, typer.Option("--weight-decay")] = 0.0,
+    lr: Annotated[float, typer.Option("--lr", min=0.0, help="AdamW's learning rate")] = 3e-4,
+    weight_decay: Annotated[float, typer.Option("--weight-decay", min=0.0)] = 0.0,
     max_norm: Annotated[
-        float, typer.Option("--max-norm", help="clip the global gradient norm to this; 0: never")
+        float, typer.Option("--max-norm", min=0.0, help="clip the global gradient norm to this; 0: never")
     ] = 1.0,
     data: Annotated[
         str, typer.Option("--data", help="a text file, or 'pydoc': the help texts that ship with Python")
@@ -159,7 +160,7 @@ def train(
     recompute: RecomputeOption = None,
     precision: PrecisionOption = None,
     timeout: Annotated[
-        float, typer.Option("--timeout", help="seconds after which a collective gives up")
+        float, typer.Option("--timeout", min=1.0, help="seconds after which a collective gives up")
     ] = 300.0,
     as_json: JsonOption = False,
     quiet: QuietOption = False,
@@ -170,17 +171,21 @@ def train(
     """
     from autopar import api
     from autopar.plans import Plan
+    from autopar.runtime.checkpoint import check_target
+    from autopar.runtime.groups import check_world
     from autopar.runtime.launch import launch, launched
 
     if resume and out is None:
         raise UsageError("--resume needs --out, the folder with the checkpoint")
+    if out is not None:
+        check_target(out)
     if plan_file is None:
         if launched() and int(os.environ["WORLD_SIZE"]) > 1:
             raise UsageError(
                 "under torchrun a plan must be given",
                 hint="autopar plan ... -o plan.json, then --plan plan.json",
             )
-        with _progress(quiet) as tell:
+        with _results(), _progress(quiet) as tell:
             chosen = api.plan(
                 model,
                 cluster,
@@ -197,12 +202,6 @@ def train(
         chosen = Plan.load(plan_file)
     processes = chosen.parsed_mesh.device_count
     if processes > 1 and not launched():
-        limit = os.cpu_count() or 1
-        if processes > 64 * limit:
-            raise UsageError(
-                f"the plan is for {processes} devices, this machine cannot run that many processes",
-                hint="torchrun on the cluster",
-            )
         with tempfile.TemporaryDirectory(prefix="autopar-") as folder:
             file = plan_file or Path(folder) / "plan.json"
             if plan_file is None:
@@ -239,23 +238,27 @@ def train(
             ]
             launch(arguments, processes)
         return
-    _train(
-        chosen,
-        model,
-        steps,
-        lr,
-        weight_decay,
-        max_norm,
-        data,
-        tokenizer,
-        seed,
-        out,
-        save_every,
-        resume,
-        compiled,
-        timeout,
-        as_json,
-    )
+    check_world(chosen.parsed_mesh)
+    with _results() as tell_result:
+        _train(
+            chosen,
+            model,
+            steps,
+            lr,
+            weight_decay,
+            max_norm,
+            data,
+            tokenizer,
+            seed,
+            out,
+            save_every,
+            resume,
+            compiled,
+            timeout,
+            as_json,
+            quiet,
+            tell_result,
+        )
 
 
 def _train(
@@ -274,48 +277,62 @@ def _train(
     use_compile: bool,
     timeout: float,
     as_json: bool,
+    quiet: bool,
+    tell_result: Callable[[str], None],
 ) -> None:
     import torch
 
     from autopar import api
     from autopar.models.source import find_model
+    from autopar.runtime.checkpoint import has_checkpoint
     from autopar.runtime.groups import leave
 
     source = find_model(model)
+    batch_of = _batches(source, chosen, data, tokenizer, seed)
     torch.manual_seed(seed)  # every rank builds the same random weights, where a model has no others
     run = api.compile(source, plan=chosen, compiled=use_compile)
     run.start(lr=lr, weight_decay=weight_decay, max_norm=max_norm or None, timeout_s=timeout)
-    first = run.trainer.model.groups.rank == 0
-    if resume and out is not None and (out / "training.json").exists():
-        run.load(out)
-    batch_of = _batches(source, chosen, data, tokenizer, seed)
+    trainer = run.trainer
+    first = trainer.model.groups.rank == 0
+
+    def say(text: str) -> None:
+        if first and not quiet:
+            print(text, file=sys.stderr, flush=True)
+
     try:
-        while run.trainer.step_count < steps:
+        if resume and out is not None:
+            if has_checkpoint(out):
+                run.load(out)
+                say(f"going on from the checkpoint of step {trainer.step_count} in {out}")
+            else:
+                say(f"there is no checkpoint in {out} yet: starting at step 0")
+        if trainer.step_count >= steps:
+            say(f"nothing to do: the checkpoint is of step {trainer.step_count}, --steps is {steps}")
+            return
+        while trainer.step_count < steps:
             began = time.perf_counter()
-            result = run.train_step(batch_of(run.trainer.step_count))
+            result = run.train_step(batch_of(trainer.step_count))
             seconds = time.perf_counter() - began
             if first:
-                _print_step(result.step, result.loss, result.gradient_norm, seconds, chosen, as_json)
+                tell_result(
+                    _step_line(result.step, result.loss, result.gradient_norm, seconds, chosen, as_json)
+                )
             if out is not None and save_every and result.step % save_every == 0 and result.step < steps:
                 run.save(out)
         if out is not None:
             run.save(out)
             if first:
                 chosen.save(out / "plan.json")
-                print(f"checkpoint written to {out}", file=sys.stderr)
+            say(f"checkpoint written to {out}")
     finally:
         leave()
 
 
-def _print_step(step: int, loss: float, norm: float, seconds: float, chosen: Plan, as_json: bool) -> None:
-    tokens = chosen.data.batch * chosen.data.seq / seconds
+def _step_line(step: int, loss: float, norm: float, seconds: float, chosen: Plan, as_json: bool) -> str:
     if as_json:
-        print(json.dumps({"step": step, "loss": loss, "gradient_norm": norm, "seconds": seconds}), flush=True)
-    else:
-        print(
-            f"step {step:4d}  loss {loss:.6f}  gradient norm {norm:8.4f}  {seconds:6.2f} s  {tokens:8.0f} tokens/s",
-            flush=True,
-        )
+        return json.dumps({"step": step, "loss": loss, "gradient_norm": norm, "seconds": seconds})
+    tokens = chosen.data.batch * chosen.data.seq / seconds
+    return f"step {step:4d}  loss {loss:.6f}  gradient norm {norm:8.4f}  {seconds:6.2f} s  {tokens:8.0f} tokens/s"
 
 
 def _batches(
@@ -328,15 +345,38 @@ def _batches(
 
     batch, seq = chosen.data.batch, chosen.data.seq
     if source.task not in ("causal-lm", "seq2seq", "masked-lm"):
+        if data != "pydoc" or tokenizer is not None:
+            raise UsageError(
+                f"--data and --tokenizer are for language models; {source.name} is trained on its own example",
+                hint="to leave them out, or autopar.compile(...).train_step(batch) in Python",
+            )
         example = source.example_inputs(batch, seq)
         return lambda step: example
+    if tokenizer is not None and not tokenizer.is_dir():
+        raise UsageError(
+            "there is no such tokenizer folder", where=str(tokenizer), hint="a folder with tokenizer.json"
+        )
+    vocabulary = int(getattr(source.config, "vocab_size", 256))
     folder = tokenizer or source.path
     if folder is not None and folder.is_dir():
         tokens = pydoc_tokens(folder) if data == "pydoc" else text_file_tokens(Path(data), folder)
+        if len(tokens) and int(tokens.max()) >= vocabulary:
+            raise UsageError(
+                f"the tokenizer gives token {int(tokens.max())}, the model has a vocabulary of {vocabulary}",
+                where=str(folder),
+                hint="the tokenizer that belongs to the model",
+            )
     else:  # no tokenizer: bytes are tokens
-        text = _pydoc_text() if data == "pydoc" else Path(data).read_bytes()
-        vocabulary = int(getattr(source.config, "vocab_size", 256))
-        tokens = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(torch.int64) % vocabulary
+        try:
+            text = _pydoc_text() if data == "pydoc" else Path(data).read_bytes()
+        except OSError as error:
+            raise UsageError(
+                f"the text cannot be read: {error.strerror}", where=data, hint="a text file that exists"
+            ) from None
+        tokens = torch.tensor(list(text), dtype=torch.int64) % vocabulary
+    batch_at(
+        tokens, batch, seq, seed=seed, step=0
+    )  # a text that is too short is told before the model is built
     return lambda step: batch_at(tokens, batch, seq, seed=seed, step=step)
 
 
@@ -376,39 +416,66 @@ def generate(
         arguments += [flag for flag, on in (("--json", as_json), ("--quiet", quiet)) if on]
         launch(arguments, processes)
         return
-    _generate(model, prompts, max_new_tokens, processes, tokenizer, as_json)
+    with _results() as tell_result:
+        _generate(model, prompts, max_new_tokens, processes, tokenizer, as_json, tell_result)
 
 
 def _generate(
-    model: str, prompts: list[str], new_tokens: int, processes: int, folder: Path | None, as_json: bool
+    model: str,
+    prompts: list[str],
+    new_tokens: int,
+    processes: int,
+    folder: Path | None,
+    as_json: bool,
+    tell_result: Callable[[str], None],
 ) -> None:
     from transformers import AutoTokenizer
 
     from autopar import api
     from autopar.models.source import find_model
+    from autopar.runtime.generate import check_prompts
     from autopar.runtime.generate import generate as run
     from autopar.runtime.groups import leave
 
     source = find_model(model)
+    if source.task != "causal-lm":
+        raise UsageError(
+            f"{source.name} ({source.task}) does not continue text", hint="a causal language model's folder"
+        )
     if source.load is None:
         raise UsageError(f"{source.name} has no weights here, only a config", hint="a checkpoint folder")
     where = folder or source.path
     if where is None or not where.is_dir():
         raise UsageError(f"{source.name} has no tokenizer", hint="--tokenizer FOLDER")
-    words: Any = AutoTokenizer.from_pretrained(str(where), local_files_only=True)
+    try:
+        words: Any = AutoTokenizer.from_pretrained(str(where), local_files_only=True)
+    except Exception as error:  # of many unrelated classes
+        raise UsageError(
+            f"the tokenizer cannot be read: {type(error).__name__}: {next(iter(str(error).splitlines()), '')}",
+            where=str(where),
+            hint="--tokenizer FOLDER, a folder with tokenizer.json",
+        ) from error
     ids = [words(prompt)["input_ids"] for prompt in prompts]
+    check_prompts(ids)
     length = max(map(len, ids)) + new_tokens
+    most = getattr(source.config, "max_position_embeddings", None)
+    if most is not None and length > most:
+        raise UsageError(
+            f"{max(map(len, ids))} prompt tokens and {new_tokens} new ones, {source.name} takes {most}",
+            hint=f"--max-new-tokens {most - max(map(len, ids))}"
+            if length - new_tokens < most
+            else "a shorter prompt",
+        )
     ranks = api.generator(source, processes, rows=len(ids), length=length)
     try:
         results = run(ranks, ids, new_tokens=new_tokens, length=length, stop=_stop_tokens(source, words))
         if ranks.groups.rank == 0:
             for prompt, tokens in zip(prompts, results, strict=True):
                 text = words.decode(tokens, skip_special_tokens=True)
-                print(
+                tell_result(
                     json.dumps({"prompt": prompt, "tokens": tokens, "text": text})
                     if as_json
-                    else f"{prompt}{text}\n",
-                    flush=True,
+                    else f"{prompt}{text}\n"
                 )
     finally:
         leave()
@@ -439,6 +506,23 @@ def devices() -> None:
 
 
 @contextmanager
+def _results() -> Iterator[Callable[[str], None]]:
+    """What prints a result. All else that is printed meanwhile (a user's model may print) goes to standard error."""
+    standard_output = sys.stdout
+    with redirect_stdout(sys.stderr):
+        yield lambda text: print(text, file=standard_output, flush=True)
+
+
+def _hush() -> None:
+    """Progress bars and warnings of torch and Transformers are not for the user of this command. Both read their
+    settings when they are imported, so this comes before."""
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    warnings.filterwarnings("ignore", module=r"torch|transformers")
+
+
+@contextmanager
 def _progress(quiet: bool) -> Iterator[Callable[[str], None]]:
     """On a terminal one live line, elsewhere a line per pass, on standard error."""
     if quiet:
@@ -456,6 +540,7 @@ def main() -> None:
     """Run the command; an AutoparError becomes a message and an exit code, never a traceback."""
     from autopar.runtime.launch import report_error
 
+    _hush()
     rank = int(os.environ.get("RANK", "0"))
     try:
         code = app(standalone_mode=False)

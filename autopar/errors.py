@@ -78,3 +78,7 @@ class TrainingError(AutoparError):
     """A run that cannot go on: a batch that does not divide, a NaN loss, a rank that died."""
 
     exit_code = 8
+
+
+class PeerError(TrainingError):
+    """A collective that another rank did not take part in: it died, failed, or was stuck for too long."""

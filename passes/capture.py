@@ -13,9 +13,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import io
 import logging
+import os
+import sysconfig
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -144,11 +148,14 @@ def _export(
         except CaptureError:
             raise
         except Exception as error:  # torch.export raises errors of many unrelated classes
+            data_dependent = "data-dependent" in str(error)
             raise CaptureError(
                 f"torch.export cannot trace the model: {type(error).__name__}: {_first_line(error)}",
                 where=f"{title}, {_model_frame(error)}",
                 hint="to remove control flow that depends on tensor values there, or to compute it outside of forward "
-                "and pass the result as an input",
+                "and pass the result as an input"
+                if data_dependent
+                else "to run the model's forward on the same inputs without autopar",
             ) from error
 
 
@@ -193,18 +200,23 @@ def _first_line(error: Exception) -> str:
     return next((line.strip() for line in str(error).splitlines() if line.strip()), "no message")[:300]
 
 
+# Frames in these are not the model's own code.
+_LIBRARIES = (
+    str(Path(torch.__file__).parent),
+    str(Path(__file__).parent),
+    str(Path(__file__).resolve().parent),
+)
+_STANDARD = sysconfig.get_path("stdlib") + os.sep
+
+
 def _model_frame(error: Exception) -> str:
-    """file:line of the deepest frame that is not torch's: the place in the model's own code."""
+    """file:line of the deepest frame of neither torch, nor Python's library, nor autopar: the model's own code."""
     trace = error.__traceback__
-    place = "unknown place"
+    place = "its forward"
     while trace is not None:
         file = trace.tb_frame.f_code.co_filename
-        if (
-            "/torch/" not in file
-            and "/autopar/" not in file
-            and "/passes/" not in file
-            and not file.startswith("<")
-        ):
+        own_library = file.startswith(_STANDARD) and "site-packages" not in file
+        if not own_library and not file.startswith(("<", *_LIBRARIES)):
             place = f"{file}:{trace.tb_lineno}"
         trace = trace.tb_next
     return place
@@ -212,11 +224,13 @@ def _model_frame(error: Exception) -> str:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    logger = logging.getLogger("torch.export")
+    """What torch logs and prints while it traces is not for the user: an error of its own says it."""
+    logger = logging.getLogger("torch")
     level = logger.level
-    logger.setLevel(logging.ERROR)
+    logger.setLevel(logging.CRITICAL)
     try:
-        yield
+        with contextlib.redirect_stderr(io.StringIO()):
+            yield
     finally:
         logger.setLevel(level)
 

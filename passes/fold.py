@@ -35,20 +35,26 @@ class Stack:
 
 
 def find_stacks(model: nn.Module) -> tuple[Stack, ...]:
-    """The outermost lists of layers in which some kind of layer appears more than once."""
+    """The outermost lists of layers in which some kind of layer appears more than once; and lists of one class whose
+    layers all differ, where nothing inside of them repeats."""
     return tuple(_stacks(model, ""))
 
 
 def _stacks(module: nn.Module, path: str) -> Iterator[Stack]:
-    if isinstance(module, (nn.ModuleList, nn.Sequential)) and len(module) > 1:
+    kinds: tuple[int, ...] = ()
+    if isinstance(module, (nn.ModuleList, nn.Sequential)) and len(module) > 1 and _has_parameters(module):
         signatures = [signature(child, index) for index, child in enumerate(module)]
         order: dict[Hashable, int] = {}
         kinds = tuple(order.setdefault(item, len(order)) for item in signatures)
-        if len(order) < len(kinds) and _has_parameters(module):
+        if len(order) < len(kinds):
             yield Stack(path, kinds, _prefix(kinds))
             return
-    for name, child in module.named_children():
-        yield from _stacks(child, f"{path}.{name}" if path else name)
+    inner = [
+        stack for name, child in module.named_children() for stack in _stacks(child, f"{path}.{name}" if path else name)
+    ]
+    if not inner and kinds and len({type(child) for child in module.children()}) == 1:
+        yield Stack(path, kinds, len(kinds))
+    yield from inner
 
 
 def _has_parameters(module: nn.Module) -> bool:

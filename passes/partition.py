@@ -224,7 +224,8 @@ def _block(name: str, segment: Segment, placeholders: Mapping[Node, str], path: 
 
 
 def _identifier(text: str) -> str:
-    return "".join(letter if letter.isalnum() else "_" for letter in text)
+    name = "".join(letter if letter.isalnum() else "_" for letter in text)
+    return name if name.isidentifier() else f"_{name}"
 
 
 def _left_out(

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
-from autopar.errors import ConstraintError, UsageError
+from autopar.errors import ConstraintError, ShardingError, UsageError
 from autopar.mesh import Mesh
 from autopar.problem import Op, Problem
 from autopar.program import Program
@@ -48,7 +48,12 @@ def parse_constraint(text: str) -> Constraint:
             hint="'heads=tp', 'batch=dp' or 'model.layers.*.weight=[_@tp, _]'",
         )
     if right.startswith("["):
-        sharding = Sharding.parse(right)
+        try:
+            sharding = Sharding.parse(right)
+        except ShardingError as error:
+            raise UsageError(
+                f"constraint {text!r}: {error.what}", hint="a split such as [_@tp, _], one entry per dim"
+            ) from None
         if sharding.sums:
             raise UsageError(
                 f"constraint {text!r}: a parameter cannot be a partial sum", hint="a split such as [_@tp, _]"
@@ -66,6 +71,8 @@ def parse_constraint(text: str) -> Constraint:
         )
     axes = tuple(axis.strip() for axis in right.split("."))
     _known_axes(axes, text)
+    if len(set(axes)) < len(axes):
+        raise UsageError(f"constraint {text!r} names a mesh axis twice", hint="each axis once")
     return Constraint(text, logical=left, axes=axes)
 
 
@@ -165,7 +172,8 @@ def propagate(
 ) -> tuple[Problem, tuple[str, ...]]:
     """The Problem with `fixed` filled in, and notes. Raises ConstraintError where constraints clash or name nothing."""
     work = _Propagation(problem)
-    for constraint in constraints:
+    # What is asked of one tensor is compared with all else, so it comes last, in whichever order the user wrote them.
+    for constraint in sorted(constraints, key=lambda constraint: constraint.pattern is not None):
         if constraint.pattern is not None:
             _seed_state(work, program, constraint)
         else:

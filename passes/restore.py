@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from autopar.errors import PlanError, ShardingError
 from autopar.mesh import Mesh
 from autopar.plans import Plan
-from autopar.problem import Op, Problem, Solution
+from autopar.problem import Op, Problem, Solution, Value
 from autopar.sharding import Sharding
 
 
@@ -20,12 +20,21 @@ def solution_of(plan: Plan, problem: Problem) -> Solution:
     mesh = plan.parsed_mesh
     known = {op.name for op in problem.ops}
     choices: dict[str, dict[str, str | None]] = {op.name: {} for op in problem.ops}
+    blocks = {name.partition("/")[0] for name in problem.values}
     for block, part in plan.blocks.items():
+        if block not in blocks:
+            raise PlanError(
+                f"the plan has a block {block}, the model has {', '.join(sorted(blocks))}",
+                where=f"plan.blocks.{block}",
+                hint="a new plan",
+            )
         for node, choice in part.ops.items():
             name = f"{block}/{node}"
             if name not in known:
                 raise PlanError(
-                    f"the plan places {name}, which the model does not have", where=f"plan.blocks.{block}.ops"
+                    f"the plan places {name}, which the model does not have",
+                    where=f"plan.blocks.{block}.ops",
+                    hint="a new plan",
                 )
             choices[name] = dict(choice)
     shardings = _arriving(plan, problem)
@@ -54,8 +63,31 @@ def _arriving(plan: Plan, problem: Problem) -> dict[str, Sharding]:
             raise PlanError(
                 f"the plan says nothing of {name}", where=f"plan.blocks.{block}", hint="a new plan"
             )
-        found[name] = Sharding.parse(text)
+        found[name] = _checked(text, value, plan)
     return found
+
+
+def _checked(text: str, value: Value, plan: Plan) -> Sharding:
+    """The sharding of what arrives in a block, if it fits the model's tensor."""
+    sharding, shape = Sharding.parse(text), value.info.shape
+    same_rank = len(sharding.dims) == len(shape)
+    if not same_rank or sharding.format(shape).replace(" ", "") != text.replace(" ", ""):
+        raise PlanError(
+            f"the plan has {value.name} as {text}, the model's has the shape {list(shape)}",
+            where=f"plan.blocks, {value.name}",
+            hint="a new plan",
+        )
+    if sharding.sums and (value.state or value.source):
+        raise PlanError(
+            f"the plan has {value.name} as {text}, but what is read from outside is no partial sum",
+            where=f"plan.blocks, {value.name}",
+            hint="a new plan",
+        )
+    try:
+        sharding.local_shape(shape, plan.parsed_mesh)
+    except ShardingError as error:
+        raise PlanError(error.what, where=f"plan.blocks, {value.name}", hint="a new plan") from None
+    return sharding
 
 
 def _input(texts: tuple[str, ...], problem: Problem, block: str, node: str) -> str | None:

@@ -1,14 +1,18 @@
 """Checkpoints of a run: whole tensors, so that a run goes on under any plan and mesh.
 
 A folder holds `model.safetensors` (parameters under the model's own names), `optimizer.safetensors` and
-`training.json`. It is written under another name and renamed when it is complete: a crash while saving leaves the
-last one as it was. safetensors holds no code.
+`training.json`; other files in it are left alone. safetensors holds no code.
+
+A crash at any moment of a save leaves the last checkpoint or the new one, whole. The new files are written beside the
+old ones as `NAME.new`, `training.json.new` last: its rename into being is what makes the save count. Only then are the
+old ones replaced, one by one, `training.json` last. Who finds a `training.json.new` therefore reads every file that
+still has a `.new` from there, and the next save first finishes the replacing.
 """
 
 from __future__ import annotations
 
 import json
-import shutil
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,9 +24,33 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from autopar.errors import TrainingError
+from autopar.runtime.groups import peer_errors
 from autopar.runtime.trainer import Trainer
 
 FORMAT = 1
+MODEL, OPTIMIZER, TRAINING = "model.safetensors", "optimizer.safetensors", "training.json"
+
+
+def has_checkpoint(folder: Path) -> bool:
+    """Whether a save into this folder was ever completed."""
+    return _current(folder, TRAINING).is_file()
+
+
+def check_target(folder: Path) -> None:
+    """Raise TrainingError if a run cannot save into this folder: before the run, not after its first hours."""
+    if (folder / MODEL).exists() and not has_checkpoint(folder):
+        raise TrainingError(
+            f"the folder holds a {MODEL} that is not a training checkpoint, and a save would replace it",
+            where=str(folder),
+            hint="another folder",
+        )
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        writable = os.access(folder, os.W_OK | os.X_OK)
+    except OSError as error:
+        raise _unwritable(folder, error.strerror) from error
+    if not writable:
+        raise _unwritable(folder, "no permission")
 
 
 def save_checkpoint(folder: Path, trainer: Trainer, *, about: Mapping[str, Any]) -> None:
@@ -31,105 +59,165 @@ def save_checkpoint(folder: Path, trainer: Trainer, *, about: Mapping[str, Any])
     first = store.groups.rank == 0
     parameters: dict[str, Tensor] = {}
     optimizer: dict[str, Tensor] = {}
-    for name, entry in store.entries.items():
-        whole = store.whole(name, entry.parameter.detach())
-        if first:
-            parameters[name] = whole.cpu().contiguous().clone()
-        for key, value in trainer.optimizer.state.get(entry.parameter, {}).items():
-            if not isinstance(value, Tensor):
-                continue
-            full = store.whole(name, value) if value.shape == entry.parameter.shape and value.dim() else value
-            if first:
-                optimizer[f"{name}|{key}"] = full.cpu().contiguous().clone()
-    for name, buffer in store.buffers.items():
-        if first:
-            parameters[name] = buffer.cpu().contiguous().clone()
     if first:
-        _write(folder, parameters, optimizer, {"format": FORMAT, "step": trainer.step_count, **about})
-    if dist.is_initialized():
-        dist.barrier()
+        check_target(folder)
+    with peer_errors(f"saving step {trainer.step_count}"):
+        for name, entry in store.entries.items():
+            whole = store.whole(name, entry.parameter.detach())
+            if first:
+                parameters[name] = whole.cpu().contiguous().clone()
+            for key, value in trainer.optimizer.state.get(entry.parameter, {}).items():
+                if not isinstance(value, Tensor):
+                    continue
+                split = value.shape == entry.parameter.shape and value.dim()
+                full = store.whole(name, value) if split else value
+                if first:
+                    optimizer[f"{name}|{key}"] = full.cpu().contiguous().clone()
+        for name, buffer in store.buffers.items():
+            if first:
+                parameters[name] = buffer.cpu().contiguous().clone()
+        if first:
+            _write(folder, parameters, optimizer, {"format": FORMAT, "step": trainer.step_count, **about})
+        if dist.is_initialized():
+            dist.barrier()
 
 
 def _write(
     folder: Path, parameters: dict[str, Tensor], optimizer: dict[str, Tensor], about: dict[str, Any]
 ) -> None:
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    fresh, old = folder.with_name(f".{folder.name}.new"), folder.with_name(f".{folder.name}.old")
-    for leftover in (fresh, old):
-        shutil.rmtree(leftover, ignore_errors=True)
-    fresh.mkdir()
-    save_file(parameters, fresh / "model.safetensors", metadata={"format": "pt"})
-    save_file(optimizer, fresh / "optimizer.safetensors")
-    (fresh / "training.json").write_text(json.dumps(about, indent=1))
-    if folder.exists():
-        folder.rename(old)
-    fresh.rename(folder)
-    shutil.rmtree(old, ignore_errors=True)
+    try:
+        _finish(folder)
+        save_file(parameters, _new(folder, MODEL), metadata={"format": "pt"})
+        save_file(optimizer, _new(folder, OPTIMIZER))
+        part = folder / f"{TRAINING}.part"
+        part.write_text(json.dumps(about, indent=1))
+        for file in (_new(folder, MODEL), _new(folder, OPTIMIZER), part):
+            with file.open("rb+") as written:
+                os.fsync(written.fileno())
+        part.replace(_new(folder, TRAINING))  # from here on the new checkpoint is the one that is read
+        _finish(folder)
+    except (SafetensorError, OSError) as error:  # a full disk
+        raise TrainingError(
+            f"the checkpoint cannot be written: {error}",
+            where=str(folder),
+            hint="a folder with space; the last checkpoint is as it was",
+        ) from error
+
+
+def _new(folder: Path, name: str) -> Path:
+    return folder / f"{name}.new"
+
+
+def _current(folder: Path, name: str) -> Path:
+    """Where the last complete save has this file."""
+    complete = _new(folder, TRAINING).is_file()
+    return _new(folder, name) if complete and _new(folder, name).is_file() else folder / name
+
+
+def _finish(folder: Path) -> None:
+    """Replace the old files by those of a save that is complete; remove what one that is not left."""
+    complete = _new(folder, TRAINING).is_file()
+    for name in (MODEL, OPTIMIZER, TRAINING):
+        if not complete:
+            _new(folder, name).unlink(missing_ok=True)
+        elif _new(folder, name).is_file():
+            _new(folder, name).replace(folder / name)
+
+
+def _unwritable(folder: Path, reason: str | None) -> TrainingError:
+    return TrainingError(
+        f"checkpoints cannot be written there: {reason}", where=str(folder), hint="a folder you can write to"
+    )
 
 
 def load_checkpoint(folder: Path, trainer: Trainer) -> dict[str, Any]:
-    """Put a saved run into `trainer`, whatever plan it was saved under. Returns training.json's content."""
+    """Put a saved run into `trainer`, whatever plan it was saved under. Returns training.json's content.
+
+    Every rank must call it. All of the checkpoint is checked before anything of `trainer` changes.
+    """
     about = read_about(folder)
     store = trainer.model.store
+    expected = {name: entry.layout.info.shape for name, entry in store.entries.items()}
+    expected.update((name, tuple(buffer.shape)) for name, buffer in store.buffers.items())
     try:
         with (
-            safe_open(folder / "model.safetensors", "pt") as weights,
-            safe_open(folder / "optimizer.safetensors", "pt") as moments,
+            safe_open(_current(folder, MODEL), "pt") as weights,
+            safe_open(_current(folder, OPTIMIZER), "pt") as moments,
         ):
-            held = set(weights.keys())
-            missing = [name for name in (*store.entries, *store.buffers) if name not in held]
-            if missing:
+            _check_shapes(weights, expected, folder)
+            # safe_open is no mapping
+            fields = {key: key.rpartition("|")[0] for key in moments.keys()}  # noqa: SIM118
+            unknown = next((key for key, name in fields.items() if name not in store.entries), None)
+            if unknown is not None:
                 raise TrainingError(
-                    f"the checkpoint has no tensor {missing[0]} ({len(missing)} are missing)",
-                    where=str(folder),
+                    f"the checkpoint has {unknown.replace('|', ' of the optimizer, field ')}, a parameter the model "
+                    "does not have",
+                    where=str(folder / OPTIMIZER),
                     hint="a checkpoint of this model",
                 )
             with torch.no_grad():
                 for name, entry in store.entries.items():
-                    entry.parameter.copy_(_share(store, name, weights.get_tensor(name), folder))
+                    entry.parameter.copy_(store.share(name, weights.get_tensor(name)))
                 for name, buffer in store.buffers.items():
                     buffer.copy_(weights.get_tensor(name))
-            for key in moments.keys():  # noqa: SIM118 - safe_open is no mapping
-                name, _, field = key.rpartition("|")
+            for key, name in fields.items():
                 entry = store.entries[name]
                 value = moments.get_tensor(key)
                 local = value
                 if value.shape == torch.Size(entry.layout.info.shape) and value.dim():
                     local = store.share(name, value).contiguous().clone()
-                trainer.optimizer.state[entry.parameter][field] = local
+                trainer.optimizer.state[entry.parameter][key.rpartition("|")[2]] = local
     except (SafetensorError, OSError) as error:
         raise TrainingError(
             f"the checkpoint cannot be read: {error}", where=str(folder), hint="an earlier checkpoint"
         ) from error
     trainer.step_count = int(about["step"])
+    if dist.is_initialized():  # no rank may replace the files while another one still reads them
+        with peer_errors(f"loading {folder}"):
+            dist.barrier()
     return about
 
 
-def _share(store: Any, name: str, whole: Tensor, folder: Path) -> Tensor:
-    expected = store.entries[name].layout.info.shape
-    if tuple(whole.shape) != expected:
+def _check_shapes(weights: Any, expected: Mapping[str, tuple[int, ...]], folder: Path) -> None:
+    held = set(weights.keys())
+    missing = [name for name in expected if name not in held]
+    if missing:
         raise TrainingError(
-            f"{name} has shape {list(whole.shape)}, the model's is {list(expected)}", where=str(folder)
+            f"the checkpoint has no tensor {missing[0]} ({len(missing)} are missing)",
+            where=str(folder / MODEL),
+            hint="a checkpoint of this model",
         )
-    share: Tensor = store.share(name, whole)
-    return share
+    for name, shape in expected.items():
+        found = weights.get_slice(name).get_shape()
+        if tuple(found) != tuple(shape):
+            raise TrainingError(
+                f"{name} has shape {list(found)} in the checkpoint, {list(shape)} in the model",
+                where=str(folder / MODEL),
+                hint="a checkpoint of this model",
+            )
 
 
 def read_about(folder: Path) -> dict[str, Any]:
     """training.json of a checkpoint, checked."""
     try:
-        about = json.loads((folder / "training.json").read_text())
+        about = json.loads(_current(folder, TRAINING).read_text())
     except (OSError, ValueError) as error:
         raise TrainingError(
             f"there is no complete checkpoint: {error}",
             where=str(folder),
             hint="a folder that `autopar train --out` wrote",
         ) from error
-    if not isinstance(about, dict) or not isinstance(about.get("step"), int):
-        raise TrainingError("training.json does not say which step it is of", where=str(folder))
-    if about.get("format", 0) > FORMAT:
+    numbers = [about.get(key) for key in ("step", "format")] if isinstance(about, dict) else [None]
+    if not all(isinstance(number, int) and number >= 0 for number in numbers):
+        raise TrainingError(
+            "training.json does not say its format and which step it is of",
+            where=str(folder),
+            hint="a folder that `autopar train --out` wrote",
+        )
+    if about["format"] > FORMAT:
         raise TrainingError(
             f"the checkpoint has format {about['format']}, this autopar reads up to {FORMAT}",
             where=str(folder),
+            hint="a newer autopar",
         )
     return about

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar.errors import UsageError
+from autopar.runtime.groups import peer_errors
 from autopar.runtime.model import RankModel
 
 
@@ -34,6 +35,17 @@ class NextToken(nn.Module):
         return {"logits": logits[rows, last].float()}
 
 
+def check_prompts(prompts: Sequence[Sequence[int]]) -> None:
+    """Raise UsageError unless there is a prompt, and each has a token: a model continues text, it starts none."""
+    if not prompts:
+        raise UsageError("there is no prompt", hint="one prompt or more")
+    empty = next((number for number, prompt in enumerate(prompts, 1) if not len(prompt)), None)
+    if empty is not None:
+        raise UsageError(
+            "a prompt has no tokens", where=f"prompt {empty}", hint="a prompt of at least one token"
+        )
+
+
 def generate(
     model: RankModel,
     prompts: Sequence[Sequence[int]],
@@ -47,18 +59,20 @@ def generate(
 
     `length`: the row length the model was captured with. `on_token(row, token)` is called as tokens come.
     """
+    check_prompts(prompts)
     longest = max(len(prompt) for prompt in prompts)
-    if min(len(prompt) for prompt in prompts) < 1:
-        raise UsageError("a prompt has no tokens", hint="a prompt of at least one token")
     if longest + new_tokens > length:
-        raise UsageError(f"{longest} prompt tokens and {new_tokens} new ones do not fit in {length}")
+        raise UsageError(
+            f"{longest} prompt tokens and {new_tokens} new ones do not fit in {length}",
+            hint="a longer row, or fewer new tokens",
+        )
     rows = torch.zeros(len(prompts), length, dtype=torch.int64)
     last = torch.tensor([len(prompt) - 1 for prompt in prompts])
     for row, prompt in enumerate(prompts):
         rows[row, : len(prompt)] = torch.tensor(prompt)
     results: list[list[int]] = [[] for _ in prompts]
     running = set(range(len(prompts)))
-    with torch.no_grad():
+    with torch.no_grad(), peer_errors("generation"):
         for _ in range(new_tokens):
             outputs = model(model.local_inputs({"input_ids": rows, "last": last}))
             tokens = outputs["logits"].argmax(-1).cpu()

@@ -7,7 +7,9 @@ Out: `Groups`: the group of every axis of size > 1, this rank's coordinate on it
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -17,12 +19,16 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import init_device_mesh
 
-from autopar.errors import TrainingError
+from autopar.errors import PeerError, TrainingError
 from autopar.mesh import Mesh
 from autopar.sharding import Sharding
 
 # A rank that waits longer than this for another gives up: a dead or stuck peer must not hang the run.
 TIMEOUT_S = 300.0
+
+# What gloo, NCCL and torch's store say (as a RuntimeError of no class of its own) when a peer is late, or gone.
+_LATE = re.compile(r"timed? ?out|timeout", re.IGNORECASE)
+_GONE = re.compile(r"connection|broken pipe|gloo|nccl|socket|peer", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -65,6 +71,35 @@ class Groups:
         return tensor
 
 
+@contextmanager
+def peer_errors(where: str) -> Iterator[None]:
+    """Turns the RuntimeError of a collective whose peer is stuck or gone into a PeerError."""
+    try:
+        yield
+    except RuntimeError as error:
+        text = next(iter(str(error).splitlines()), "")
+        if _LATE.search(str(error)):
+            what = f"a collective timed out: another rank did not take part in it ({text})"
+            hint = "to look at what the other ranks do (py-spy dump), or a longer --timeout if they are only slow"
+        elif isinstance(error, dist.DistError) or _GONE.search(str(error)):
+            what, hint = f"another rank went away during a collective ({text})", "its own error, or its log"
+        else:
+            raise
+        rank = f"rank {dist.get_rank()}, " if dist.is_initialized() else ""
+        raise PeerError(what, where=rank + where, hint=hint) from error
+
+
+def check_world(mesh: Mesh) -> None:
+    """Raise TrainingError if another number of processes was launched than the mesh has devices."""
+    found = world_size()
+    if found != mesh.device_count:
+        raise TrainingError(
+            f"the plan is for {mesh.device_count} processes ({mesh}), {found} "
+            + ("was launched" if found == 1 else "were launched"),
+            hint=f"torchrun --nproc-per-node {mesh.device_count} ..., or a plan for {found} devices",
+        )
+
+
 def world_size() -> int:
     """How many processes were launched: WORLD_SIZE as torchrun sets it, else 1."""
     return int(os.environ.get("WORLD_SIZE", "1"))
@@ -72,22 +107,20 @@ def world_size() -> int:
 
 def join_mesh(mesh: Mesh, *, timeout_s: float = TIMEOUT_S) -> Groups:
     """Start torch.distributed for this process (once) and make a group per axis."""
-    found = world_size()
-    if found != mesh.device_count:
-        raise TrainingError(
-            f"the plan is for {mesh.device_count} processes ({mesh}), {found} were launched",
-            hint=f"torchrun --nproc-per-node {mesh.device_count} ..., or plan for {found} devices",
-        )
+    check_world(mesh)
     on_gpu = torch.cuda.is_available()
     local = int(os.environ.get("LOCAL_RANK", "0"))
     device = torch.device("cuda", local) if on_gpu else torch.device("cpu")
-    if found == 1:
+    if mesh.device_count == 1:
         return Groups(mesh, 0, device, {}, dict.fromkeys(mesh.names, 0))
     if on_gpu:
         torch.cuda.set_device(device)
-    if not dist.is_initialized():
-        dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timedelta(seconds=timeout_s))
-    devices = init_device_mesh(device.type, tuple(size for _, size in mesh.axes), mesh_dim_names=mesh.names)
+    with peer_errors("joining the mesh"):
+        if not dist.is_initialized():
+            dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timedelta(seconds=timeout_s))
+        devices = init_device_mesh(
+            device.type, tuple(size for _, size in mesh.axes), mesh_dim_names=mesh.names
+        )
     group = {axis: devices.get_group(axis) for axis, size in mesh.axes if size > 1}
     rank = dist.get_rank()
     return Groups(mesh, rank, device, group, mesh.coordinate(rank))

@@ -12,17 +12,24 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 
-from autopar.errors import AutoparError, TrainingError
+from autopar.errors import AutoparError, PeerError, TrainingError, UsageError
 
 ERRORS = "AUTOPAR_ERRORS"
 
 _FAILED = re.compile(r"failed \(exitcode: (-?\d+)\) local_rank: (\d+)")
+# What torch and torchrun log (`W1130 14:10:53.59 ...`), and torchrun's box about OMP_NUM_THREADS.
+_TORCH_LOG = re.compile(r"\[?[IWEF]\d{4} |\*{20}|Setting OMP_NUM_THREADS")
+_MOST_PER_CORE = 64
 
 
 def launched() -> bool:
@@ -31,10 +38,19 @@ def launched() -> bool:
 
 
 def launch(arguments: Sequence[str], processes: int, *, threads: int | None = None) -> int:
-    """Run `python -m autopar ARGUMENTS` on `processes` ranks. Returns 0 or raises TrainingError."""
+    """Run `python -m autopar ARGUMENTS` on `processes` ranks. Returns 0, or raises the error of the first that failed.
+
+    Raises UsageError for more processes than this machine can run.
+    """
+    cores = os.cpu_count() or 1
+    if processes > _MOST_PER_CORE * cores:
+        raise UsageError(
+            f"{processes} processes were asked for, this machine has {cores} cores",
+            hint="torchrun on the cluster",
+        )
     with tempfile.TemporaryDirectory(prefix="autopar-") as folder:
         environment = {**os.environ, ERRORS: folder}
-        environment.setdefault("OMP_NUM_THREADS", str(threads or max(1, (os.cpu_count() or 1) // processes)))
+        environment.setdefault("OMP_NUM_THREADS", str(threads or max(1, cores // processes)))
         command = [
             sys.executable,
             "-m",
@@ -43,7 +59,12 @@ def launch(arguments: Sequence[str], processes: int, *, threads: int | None = No
             f"--nproc-per-node={processes}",
         ]
         command += ["-m", "autopar", *arguments]
-        with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as run:
+        with (
+            subprocess.Popen(
+                command, env=environment, stderr=subprocess.PIPE, text=True, errors="replace"
+            ) as run,
+            _stopped_with_us(run),
+        ):
             assert run.stderr is not None
             told: list[str] = []
             quiet = False
@@ -56,7 +77,7 @@ def launch(arguments: Sequence[str], processes: int, *, threads: int | None = No
                     or "torch/distributed/" in line
                     or line.startswith("Traceback")
                 )
-                if not quiet and not line.startswith(("W", "E", "*", "Setting OMP")):
+                if not quiet and not _TORCH_LOG.match(line):
                     sys.stderr.write(line)
                     sys.stderr.flush()
             code = run.wait()
@@ -65,47 +86,63 @@ def launch(arguments: Sequence[str], processes: int, *, threads: int | None = No
         raise _failure(Path(folder), "".join(told), code)
 
 
+@contextmanager
+def _stopped_with_us(run: subprocess.Popen[str]) -> Iterator[None]:
+    """While torchrun runs: who stops this process (a scheduler, `timeout`) stops the ranks too, not only us."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        run.send_signal(signal.SIGTERM)  # torchrun stops its ranks; then its output ends, and so do we
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def _failure(folder: Path, told: str, code: int) -> AutoparError:
+    """The error of the first rank that failed by itself; else which rank was killed; else what its peers saw of it."""
     reports = [json.loads(file.read_text()) for file in sorted(folder.glob("rank-*.json"))]
     first = min(reports, key=lambda report: (report["secondary"], report["time"]), default=None)
-    if first is not None and not first["secondary"]:
+    exits = [(int(match[1]), match[2]) for match in _FAILED.finditer(told)]
+    killed = next((found for found in exits if found[0] < 0), None)
+    if first is not None and not (first["secondary"] and killed):
         error = TrainingError(first["what"], where=first["where"], hint=first["hint"])
         error.exit_code = first["exit_code"]
         return error
-    match = _FAILED.search(told)
-    rank = f"rank {match[2]}" if match else "a rank"
-    signal = (
-        f" (killed by signal {-int(match[1])})"
-        if match and int(match[1]) < 0
-        else f" (exit code {match[1] if match else code})"
-    )
-    detail = "\n".join(told.strip().splitlines()[-15:]) if not match else ""
+    exit_code, number = killed or next(iter(exits), (code, ""))
+    rank = f"rank {number}" if number else "a rank"
+    how = f"killed by {_signal_name(-exit_code)}" if exit_code < 0 else f"exit code {exit_code}"
+    detail = "" if exits else "".join(f"\n{line}" for line in told.strip().splitlines()[-15:])
     return TrainingError(
-        f"{rank} died{signal}; the other ranks were stopped" + (f"\n{detail}" if detail else ""),
+        f"{rank} died ({how}); the other ranks were stopped{detail}",
         hint="the same command with --resume: it goes on from the last checkpoint",
     )
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
 
 
 def report_error(error: BaseException, rank: int) -> bool:
     """Leave this rank's error for the launcher. Returns False where there is no launcher to read it.
 
-    An error of a collective (a peer went away) is marked as secondary: it is a consequence, not the cause.
+    A PeerError (a peer went away) is marked as secondary: it is a consequence, not the cause.
     """
     folder = os.environ.get(ERRORS)
     if not folder:
         return False
-    import time
-
-    own = isinstance(error, AutoparError)
-    secondary = not own and isinstance(error, RuntimeError) and _is_connection_error(str(error))
+    own = error if isinstance(error, AutoparError) else None
     report = {
-        "what": error.what if isinstance(error, AutoparError) else f"{type(error).__name__}: {error}",
-        "where": (error.where if isinstance(error, AutoparError) else None) or f"rank {rank}",
-        "hint": error.hint
-        if isinstance(error, AutoparError)
-        else "to report this, with the command and the model",
-        "exit_code": error.exit_code if isinstance(error, AutoparError) else 1,
-        "secondary": secondary,
+        "what": own.what if own else f"{type(error).__name__}: {error}",
+        "where": (own.where if own else None) or f"rank {rank}",
+        "hint": own.hint if own else "to report this, with the command and the model",
+        "exit_code": own.exit_code if own else 1,
+        "secondary": isinstance(error, PeerError),
         "time": time.time(),
     }
     target = Path(folder) / f"rank-{rank}.json"
@@ -113,18 +150,3 @@ def report_error(error: BaseException, rank: int) -> bool:
     part.write_text(json.dumps(report))
     part.rename(target)
     return True
-
-
-def _is_connection_error(text: str) -> bool:
-    return any(
-        word in text
-        for word in (
-            "Connection reset",
-            "Connection closed",
-            "Timed out",
-            "timeout",
-            "gloo",
-            "NCCL",
-            "Broken pipe",
-        )
-    )

@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 
 from autopar.errors import TrainingError
+from autopar.program import TensorInfo, tensor_info
+from autopar.runtime.groups import peer_errors
 from autopar.runtime.model import RankModel
 
 
@@ -48,8 +50,12 @@ class Trainer:
         """Forward, backward, reduction, clipping, optimizer. `batch` is the whole batch; each rank takes its piece.
 
         Raises TrainingError for a batch of another shape than the plan's, and for a loss or gradient that is not
-        finite; then no parameter has changed.
+        finite; then no parameter has changed. Raises PeerError where another rank died or is stuck.
         """
+        with peer_errors(f"step {self.step_count + 1}"):
+            return self._step(batch)
+
+    def _step(self, batch: Mapping[str, Tensor]) -> StepResult:
         loss = self.gradients(batch)
         norm = self.model.store.gradient_norm()
         if not bool(torch.isfinite(norm)):
@@ -94,7 +100,9 @@ class Trainer:
             weights += weight
         if not weights:
             raise TrainingError(
-                "no label in the batch counts: all are ignored", where=f"step {self.step_count + 1}"
+                "no label in the batch counts: all are ignored",
+                where=f"step {self.step_count + 1}",
+                hint="to look at that batch's labels; the parameters are those before this step",
             )
         self.model.store.finish_gradients(divide_by=weights)
         return total / weights
@@ -110,13 +118,16 @@ class Trainer:
                 continue
             if name not in batch:
                 raise TrainingError(
-                    f"the batch has no {name!r}; it has {', '.join(batch)}", hint=f"a batch with {name!r}"
+                    f"the batch has no {name!r}; it has {', '.join(batch)}",
+                    where=f"step {self.step_count + 1}",
+                    hint=f"a batch with {name!r}",
                 )
-            expected = (info.shape[0] * self.micro_batches, *info.shape[1:])
-            found = tuple(batch[name].shape)
+            value = batch[name]
+            expected = TensorInfo((info.shape[0] * self.micro_batches, *info.shape[1:]), info.dtype)
+            found = tensor_info(value) if isinstance(value, Tensor) else type(value).__name__
             if found != expected:
                 raise TrainingError(
-                    f"{name} has shape {list(found)}, the plan is for {list(expected)}",
+                    f"{name} is {found}, the plan is for {expected}",
                     where=f"step {self.step_count + 1}",
                     hint="batches of the planned size, or a plan for these (--batch, --seq)",
                 )
