@@ -11,6 +11,7 @@ for batch in batches:
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,7 +57,7 @@ def plan(
     *,
     batch: int | None = None,
     seq: int | None = None,
-    example_inputs: Mapping[str, Tensor] | None = None,
+    example_inputs: Mapping[str, Tensor] | Sequence[Tensor] | None = None,
     fix: Sequence[str] = (),
     mesh: str | Mesh | None = None,
     micro_batches: int | None = None,
@@ -126,7 +127,7 @@ def load_plan(path: str | Path) -> Plan:
 def compile(
     model: str | nn.Module | PretrainedConfig | ModelSource,
     cluster: str | Path | Cluster | None = None,
-    example_inputs: Mapping[str, Tensor] | None = None,
+    example_inputs: Mapping[str, Tensor] | Sequence[Tensor] | None = None,
     *,
     plan: Plan | str | Path | None = None,
     compiled: bool = False,
@@ -324,8 +325,29 @@ def _source(model: str | nn.Module | PretrainedConfig | ModelSource) -> ModelSou
     return model if isinstance(model, ModelSource) else find_model(model)
 
 
+def _by_name(
+    source: ModelSource, example_inputs: Mapping[str, Tensor] | Sequence[Tensor]
+) -> Mapping[str, Any]:
+    """Example inputs by the names of forward's parameters; positional ones are bound to them."""
+    if isinstance(example_inputs, Mapping):
+        return example_inputs
+    with torch.device("meta"):
+        signature = inspect.signature(source.build().forward)
+    try:
+        return dict(signature.bind(*example_inputs).arguments)
+    except TypeError as error:
+        raise UsageError(
+            f"the example inputs do not fit forward{signature}: {error}",
+            where=source.name,
+            hint="a dict of keyword inputs",
+        ) from None
+
+
 def _form(
-    source: ModelSource, example_inputs: Mapping[str, Tensor] | None, batch: int | None, seq: int | None
+    source: ModelSource,
+    example_inputs: Mapping[str, Tensor] | Sequence[Tensor] | None,
+    batch: int | None,
+    seq: int | None,
 ) -> _Form:
     if example_inputs is None:
         with torch.device("meta"):
@@ -333,7 +355,7 @@ def _form(
     else:
         inputs = {
             name: value.to("meta") if isinstance(value, Tensor) else value
-            for name, value in example_inputs.items()
+            for name, value in _by_name(source, example_inputs).items()
         }
     tensors = [value for value in inputs.values() if isinstance(value, Tensor) and value.dim()]
     if not tensors:
@@ -350,9 +372,8 @@ def _form(
         raise UsageError(
             f"the example inputs have different batch sizes: {odd[0]} has {inputs[odd[0]].shape[0]}, another {found}"
         )
-    form = _Form(
-        inputs, found, seq or next((int(value.shape[1]) for value in tensors if value.dim() == 2), 1)
-    )
+    ids = [value for value in tensors if value.dim() == 2 and not value.is_floating_point()]
+    form = _Form(inputs, found, int(ids[0].shape[1]) if ids else 1)  # without token ids, a row counts as one
     if batch is not None and batch != found:
         form = _Form(form.of_batch(batch), batch, form.seq)
     return form

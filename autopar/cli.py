@@ -339,6 +339,7 @@ def _batches(
     source: ModelSource, chosen: Plan, data: str, tokenizer: Path | None, seed: int
 ) -> Callable[[int], dict[str, Tensor]]:
     """Step -> whole batch: text for language models, the source's example (the same each step) for others."""
+    import numpy as np
     import torch
 
     from autopar.models.text import batch_at, pydoc_tokens, text_file_tokens
@@ -373,7 +374,7 @@ def _batches(
             raise UsageError(
                 f"the text cannot be read: {error.strerror}", where=data, hint="a text file that exists"
             ) from None
-        tokens = torch.tensor(list(text), dtype=torch.int64) % vocabulary
+        tokens = torch.from_numpy(np.frombuffer(text, dtype=np.uint8).astype(np.int64)) % vocabulary
     batch_at(
         tokens, batch, seq, seed=seed, step=0
     )  # a text that is too short is told before the model is built
@@ -438,7 +439,7 @@ def _generate(
     from autopar.runtime.groups import leave
 
     source = find_model(model)
-    if source.task != "causal-lm":
+    if source.task not in ("causal-lm", "module"):
         raise UsageError(
             f"{source.name} ({source.task}) does not continue text", hint="a causal language model's folder"
         )
@@ -553,6 +554,9 @@ def main() -> None:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         sys.exit(130)
+    except BrokenPipeError:  # `autopar plan ... | head`: who reads has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(141)
     except Exception as error:
         show = getattr(error, "show", None)
         if show is not None:  # a usage error of the command line itself

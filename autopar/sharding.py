@@ -9,7 +9,7 @@ Along each mesh axis a tensor is *split* (every device holds an equal piece of o
 
 An operand of an op that is split along an axis by a loop the operand does not have (the weight under data
 parallelism) is whole forward, while its gradient arrives as partial sums. That use is written in
-`Use.grad_sums`, and it is what decides the backward of every step (DESIGN section 6):
+`Use.grad_sums`, and it is what decides the backward of every step (docs/design.md):
 
 | step | forward | backward |
 |---|---|---|

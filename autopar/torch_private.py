@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import Node
 
 # The in-graph collectives (`torch.distributed._functional_collectives` wraps the same ops publicly, but its
-# wrappers return AsyncCollectiveTensor subclasses and have other gradients than DESIGN section 6 needs).
+# wrappers return AsyncCollectiveTensor subclasses and have other gradients than `autopar/sharding.py` asks for).
 # When they change: the op names are listed by `torch._C._dispatch_get_all_op_names()`.
 c10d_functional: Any = torch.ops._c10d_functional
 

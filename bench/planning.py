@@ -25,17 +25,14 @@ def measure(layers: int) -> dict[str, float | str]:
     """Plan once in this process."""
     import copy
 
-    from autopar.models.source import find_model
-
-    try:
-        from autopar.api import plan as plan_model
-    except ImportError:
-        plan_model = None  # type: ignore[assignment]
     import transformers.models.llama.modeling_llama
 
-    from autopar.cluster import load_cluster
-    from autopar.passes import axes, capture, problem, search
+    import autopar
+    import autopar.api
+    from autopar.models.source import find_model
+    from autopar.passes import search
 
+    assert autopar.api
     assert transformers.models.llama.modeling_llama
     imports_s, imports_bytes = time.process_time(), peak_bytes()
     wall = time.perf_counter()
@@ -51,17 +48,7 @@ def measure(layers: int) -> dict[str, float | str]:
     config = copy.deepcopy(find_model(MODEL).config)
     assert config is not None
     config.num_hidden_layers = layers  # type: ignore[attr-defined]
-    if plan_model is not None:
-        plan = plan_model(config, CLUSTER, batch=BATCH, seq=SEQ)
-    else:
-        import torch
-
-        source = find_model(config)  # type: ignore[arg-type]
-        with torch.device("meta"):
-            model, inputs = source.build(), source.example_inputs(4, SEQ)
-        program, named = axes.name_axes(capture.capture(model, inputs))
-        found = problem.build_problem(program, named)
-        plan = search.search(program, found, load_cluster(CLUSTER), batch=BATCH, seq=SEQ, precision="bf16")
+    plan = autopar.plan(config, CLUSTER, batch=BATCH, seq=SEQ)  # type: ignore[arg-type]
     return {
         "layers": layers,
         "cpu_s": time.process_time() - imports_s,

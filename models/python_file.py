@@ -25,7 +25,8 @@ from .model_source import ModelSource
 
 
 def source_from_function(spec: str) -> ModelSource:
-    """The model of `file.py:function`. The file is run now, the function when the model is built."""
+    """The model of `file.py:function`. The file is run now, the function too (on the meta device, to
+    see what kind of model it is) and each time the model is built."""
     file_text, _, function_name = spec.rpartition(":")
     if not file_text:
         raise ModelError(
@@ -48,10 +49,13 @@ def source_from_function(spec: str) -> ModelSource:
             return _example_of_module(module, batch, seq, where)
         return _checked_example(example, batch, seq, where)
 
+    with torch.device("meta"):
+        built = build()
+    config: Any = getattr(built, "config", None)
     return ModelSource(
         name=function_name,
-        task="module",
-        config=None,
+        task=_task_of_module(built) or "module",
+        config=config if hasattr(config, "model_type") else None,
         build=build,
         load=build,
         example_inputs=example_inputs,

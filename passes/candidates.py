@@ -3,7 +3,9 @@
 In:  an Op with its rule, a Mesh, what the user fixed.
 Out: Candidates: a choice per mesh axis, with the uses of the operands and the shardings of the results.
 
-The data axes (`dp`, `fsdp`) act together: on an op they split its `batch` loop, or nothing. `tp` takes any loop that
+The data axes (`dp`, `fsdp`) act together: on an op they split its `batch` loop, where it has one that divides. (An op
+that repeats the batch on every data rank would only save the reduction of its gradients; that is what a mesh with
+fewer data ranks is for, and nobody who asks for dp=2 expects it.) `tp` takes any loop that
 divides, hands partial sums on where the op is linear, or nothing (every rank repeats the op). All axes are chosen at
 once: what is left to split by one depends on the others.
 """
@@ -100,11 +102,12 @@ def _choices(op: Op, mesh: Mesh) -> Iterator[tuple[tuple[str, str | None], ...]]
     allowed = [
         name for name in rule.splittable() if name not in rule.special or rule.lowering in SUPPORTED_LOWERINGS
     ]
-    data_options: list[str | None] = [None]
-    if data:
-        data_options += [
-            name for name in allowed if op.logical.get(name) == "batch" and _divides(rule, name, mesh, data)
-        ]
+    data_options: list[str | None] = [
+        name
+        for name in allowed
+        if data and op.logical.get(name) == "batch" and _divides(rule, name, mesh, data)
+    ]
+    data_options = data_options or [None]
     tensor_options: list[str | None] = [None]
     if TENSOR_AXIS in axes:
         tensor_options += [name for name in allowed if _divides(rule, name, mesh, [TENSOR_AXIS])]

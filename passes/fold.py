@@ -50,7 +50,9 @@ def _stacks(module: nn.Module, path: str) -> Iterator[Stack]:
             yield Stack(path, kinds, _prefix(kinds))
             return
     inner = [
-        stack for name, child in module.named_children() for stack in _stacks(child, f"{path}.{name}" if path else name)
+        stack
+        for name, child in module.named_children()
+        for stack in _stacks(child, f"{path}.{name}" if path else name)
     ]
     if not inner and kinds and len({type(child) for child in module.children()}) == 1:
         yield Stack(path, kinds, len(kinds))

@@ -200,7 +200,7 @@ def _check_shapes(weights: Any, expected: Mapping[str, tuple[int, ...]], folder:
 def read_about(folder: Path) -> dict[str, Any]:
     """training.json of a checkpoint, checked."""
     try:
-        about = json.loads(_current(folder, TRAINING).read_text())
+        about: Any = json.loads(_current(folder, TRAINING).read_text())
     except (OSError, ValueError) as error:
         raise TrainingError(
             f"there is no complete checkpoint: {error}",
@@ -220,4 +220,4 @@ def read_about(folder: Path) -> dict[str, Any]:
             where=str(folder),
             hint="a newer autopar",
         )
-    return about
+    return dict(about)

@@ -58,7 +58,9 @@ def test_snippets_run_and_print_what_the_page_shows(page: Path, tmp_path: Path) 
             shown.append(following[1] if is_output else None)
     (tmp_path / "snippets.py").write_text(script)
 
-    run = subprocess.run([sys.executable, "snippets.py"], cwd=tmp_path, capture_output=True, text=True, timeout=250)
+    run = subprocess.run(
+        [sys.executable, "snippets.py"], cwd=tmp_path, capture_output=True, text=True, timeout=250
+    )
 
     assert run.returncode == 0, run.stderr
     printed = run.stdout.split(f"{_MARK}\n")[:-1]
@@ -69,7 +71,11 @@ def test_snippets_run_and_print_what_the_page_shows(page: Path, tmp_path: Path) 
 
 @pytest.mark.parametrize("page", PAGES, ids=ids)
 def test_relative_links_exist(page: Path) -> None:
-    links = [link for link in _LINK.findall(page.read_text()) if not link.startswith(("http:", "https:", "mailto:"))]
+    links = [
+        link
+        for link in _LINK.findall(page.read_text())
+        if not link.startswith(("http:", "https:", "mailto:"))
+    ]
 
     assert [link for link in links if not (page.parent / link).exists()] == []
 
@@ -90,7 +96,6 @@ def test_commands_within_a_line_name_what_exists(page: Path) -> None:
         assert name in group.commands, text
         known = {option for parameter in group.commands[name].params for option in parameter.opts}
         assert {word.partition("=")[0] for word in words if word.startswith("-")} <= known, text
-        
 
 
 def test_the_readme_shows_the_page_that_the_planner_prints() -> None:

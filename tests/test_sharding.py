@@ -92,7 +92,10 @@ def summed(pieces: dict[int, Tensor], sharding: Sharding) -> Iterator[tuple[Tens
     for rank in pieces:
         totals = dict(pieces)
         for axis in sharding.sums:
-            totals = {other: torch.stack([totals[r] for r in MESH.group_ranks(axis, other)]).sum(0) for other in totals}
+            totals = {
+                other: torch.stack([totals[r] for r in MESH.group_ranks(axis, other)]).sum(0)
+                for other in totals
+            }
         yield totals[rank], rank
 
 
@@ -132,7 +135,10 @@ def test_megatron_pairs() -> None:
     hidden, heads = Sharding.parse("[_@dp, _@tp, _]"), Sharding.parse("[_@dp, _, _]")
     gather = reshard_steps(hidden, Use(heads, ("tp",)))
     scatter = reshard_steps(Sharding.parse("[_@dp, _, _] + sum(tp)"), Use(hidden))
-    assert [str(step) for step in (*gather, *scatter)] == ["all_gather(tp) dim 1 +grad", "reduce_scatter(tp) dim 1"]
+    assert [str(step) for step in (*gather, *scatter)] == [
+        "all_gather(tp) dim 1 +grad",
+        "reduce_scatter(tp) dim 1",
+    ]
 
 
 @given(shardings(sums=False))
@@ -153,11 +159,15 @@ def test_local_shape_is_the_shape_of_a_piece(sharding: Sharding) -> None:
 
 
 def test_a_dim_that_does_not_divide_is_an_error_that_teaches() -> None:
-    with pytest.raises(ShardingError, match=r"size 9, axis 'tp' has size 2(.|\n)*at here(.|\n)*try an axis of size 3"):
+    with pytest.raises(
+        ShardingError, match=r"size 9, axis 'tp' has size 2(.|\n)*at here(.|\n)*try an axis of size 3"
+    ):
         Sharding.parse("[_@tp]").local_shape([9], MESH, where="here")
 
 
-@pytest.mark.parametrize("text", ["8@dp", "[8@]", "[8@dp] + sum", "[8@dp, 4@dp]", "[a]", "[8@dp] + sum(dp)", "[8,,8]"])
+@pytest.mark.parametrize(
+    "text", ["8@dp", "[8@]", "[8@dp] + sum", "[8@dp, 4@dp]", "[a]", "[8@dp] + sum(dp)", "[8,,8]"]
+)
 def test_malformed_text(text: str) -> None:
     with pytest.raises(ShardingError):
         Sharding.parse(text)

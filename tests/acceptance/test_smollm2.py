@@ -113,7 +113,9 @@ def test_thirty_steps_equal_the_single_process(reference: Reference, layout: str
 
 
 def test_heads_that_do_not_divide_are_an_error_that_teaches() -> None:
-    run = autopar("plan", str(MODEL), "--cluster", "cpu:2", "--mesh", "tp=2", "--fix", "heads=tp", check=False)
+    run = autopar(
+        "plan", str(MODEL), "--cluster", "cpu:2", "--mesh", "tp=2", "--fix", "heads=tp", check=False
+    )
     assert run.returncode == 5
     assert "9" in run.stderr
     assert "heads" in run.stderr
@@ -132,7 +134,9 @@ def expected_tokens() -> list[list[int]]:
     for prompt in PROMPTS:
         ids = words(prompt, return_tensors="pt").input_ids
         with torch.no_grad():
-            made = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=64, do_sample=False)
+            made = model.generate(
+                ids, attention_mask=torch.ones_like(ids), max_new_tokens=64, do_sample=False
+            )
         rows.append(made[0, ids.shape[1] :].tolist())
     return rows
 

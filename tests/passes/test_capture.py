@@ -138,7 +138,9 @@ class Mixed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.stem = nn.Conv2d(3, 8, 3, padding=1)
-        self.body = nn.Sequential(*(nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.ReLU()) for _ in range(3)))
+        self.body = nn.Sequential(
+            *(nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.ReLU()) for _ in range(3))
+        )
         self.head = nn.Linear(8, 4)
         self.register_buffer("shift", torch.tensor([0.1, 0.2, 0.3, 0.4]))
 

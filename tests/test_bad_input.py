@@ -1,0 +1,561 @@
+"""Bad input gives one clear message: on the command line on standard error with its exit code, in Python an
+AutoparError; and nothing that was there before is lost."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import autopar
+from autopar import cli
+from autopar.errors import AutoparError, ConstraintError, PlanError, TrainingError, UsageError
+from autopar.runtime import checkpoint
+from tests.tiny import tiny
+
+MODELS = """
+import torch
+from torch import nn
+
+
+class Mlp(nn.Module):
+    def __init__(self, hidden=16):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, hidden), nn.Linear(hidden, 8)
+
+    def forward(self, x):
+        return {"loss": self.down(self.up(x).relu()).square().mean()}
+
+
+class Branches(Mlp):
+    def forward(self, x):
+        y = self.up(x)
+        if y.sum() > 0:  # the line that the error must name
+            y = y + 1
+        return {"loss": y.mean()}
+
+
+class NoLoss(Mlp):
+    def forward(self, x):
+        return self.up(x)
+
+
+def mlp():
+    print("a model that prints")
+    return Mlp(), {"x": torch.ones(4, 8)}
+
+
+def wider():
+    return Mlp(32), {"x": torch.ones(4, 8)}
+
+
+def branches():
+    return Branches(), {"x": torch.ones(4, 8)}
+
+
+def no_loss():
+    return NoLoss(), {"x": torch.ones(4, 8)}
+
+
+def wrong_input():
+    return Mlp(), {"y": torch.ones(4, 8)}
+
+
+def frozen():
+    return Mlp().requires_grad_(False), {"x": torch.ones(4, 8)}
+
+
+def broken():
+    raise ValueError("a mistake of my own")
+"""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """Threads that wait for each other on a busy machine take longer than these models."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "models.py").write_text(MODELS)
+    (tmp_path / "typo.yaml").write_text("device: h100\nnodez: 2\n")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., tuple[int, str, str]]:
+    def command(*arguments: str) -> tuple[int, str, str]:
+        """Exit code, standard output and standard error of `autopar ARGUMENTS`."""
+        monkeypatch.setattr(sys, "argv", ["autopar", *arguments])
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        assert isinstance(ended.value.code, int)
+        return ended.value.code, *capsys.readouterr()
+
+    return command
+
+
+PLAN = ("plan", "models.py:mlp", "--batch=4", "--seq=8", "-q")
+TRAIN = ("train", "models.py:mlp", "--batch=4", "--seq=8", "--cluster=cpu:1", "--steps=2", "-q")
+
+COMMANDS: dict[str, tuple[tuple[str, ...], int, tuple[str, ...]]] = {
+    "batch does not divide": (("plan", "models.py:mlp", "--batch=3", "--seq=8"), 4, ("batch 4", "try batch 4")),
+    "batch over the mesh": ((*PLAN, "--cluster=cpu:8", "--mesh=dp=8"), 2, ("batch 4", "dp*fsdp is 8", "try")),
+    "unknown mesh axis": ((*PLAN, "--cluster=cpu:2", "--mesh=pp=2"), 2, ("'pp'", "dp, fsdp and tp")),
+    "malformed mesh": ((*PLAN, "--cluster=cpu:2", "--mesh=tp=x"), 2, ("cannot read 'tp=x'", "'dp=2,tp=4'")),
+    "mesh of size 0": ((*PLAN, "--cluster=cpu:2", "--mesh=tp=0"), 2, ("size 0", "positive")),
+    "empty mesh": ((*PLAN, "--cluster=cpu:2", "--mesh="), 2, ("names no axis", "'dp=2,tp=4'")),
+    "mesh of another size": ((*PLAN, "--cluster=cpu:2", "--mesh=tp=3"), 2, ("3", "2 devices")),
+    "unknown logical axis": ((*PLAN, "--cluster=cpu:2", "--fix=headz=tp"), 5, ("headz", "one of batch")),
+    "unknown axis in a constraint": ((*PLAN, "--fix=heads=tq"), 2, ("heads=tq", "'tq'", "dp, fsdp, tp")),
+    "axis twice in a constraint": ((*PLAN, "--fix=heads=tp.tp"), 2, ("heads=tp.tp", "twice")),
+    "malformed constraint": ((*PLAN, "--fix=heads"), 2, ("cannot read constraint 'heads'", "'heads=tp'")),
+    "malformed sharding": ((*PLAN, "--fix=up.weight=[_@tp,"), 2, ("up.weight=[_@tp,", "[_@tp, _]")),
+    "no such parameter": ((*PLAN, "--fix=nope=[_@tp, _]"), 5, ("nope", "matches no parameter", "down.weight")),
+    "wrong number of dims": ((*PLAN, "--fix=up.weight=[_@tp]"), 5, ("has 1 dims, up.weight has 2",)),
+    "clash": (
+        (*PLAN, "--fix=up.weight=[_@tp, _]", "--fix=up.w*=[_, _@tp]"),
+        5,
+        ("`up.weight=[_@tp, _]`", "`up.w*=[_, _@tp]`", "drop one"),
+    ),
+    "control flow": (
+        ("plan", "models.py:branches", "--batch=4", "--seq=8", "-q"),
+        4,
+        (f"models.py:{MODELS[: MODELS.index('if y.sum')].count(chr(10)) + 1}", "control flow"),
+    ),
+    "no loss": (("plan", "models.py:no_loss", "--batch=4", "--seq=8", "-q"), 4, ("no output loss", "output0")),
+    "wrong input name": (("plan", "models.py:wrong_input", "--batch=4", "--seq=8"), 4, ("'x'", "wrong_input")),
+    "function raises": (("plan", "models.py:broken", "-q"), 4, ("a mistake of my own", "models.py:", "broken")),
+    "nothing to train": (
+        ("train", "models.py:frozen", "--batch=4", "--seq=8", "--cluster=cpu:1"),
+        4,
+        ("no trainable parameter", "requires_grad_"),
+    ),
+    "cluster file": ((*PLAN, "--cluster=typo.yaml"), 3, ("nodez", "typo.yaml:2", "nodes: 64")),
+    "cluster name": ((*PLAN, "--cluster=h1000:8"), 3, ("h1000", "h100")),
+    "unknown model": (("plan", "nothing-of-the-kind"), 4, ("nothing-of-the-kind", "file.py:function")),
+    "output in no folder": ((*PLAN, "--output=no/plan.json"), 7, ("no/plan.json", "a folder that exists")),
+    "dump in no folder": ((*PLAN, "--dump=models.py/x"), 2, ("models.py/x", "a folder you can write to")),
+    "plan is a folder": ((*TRAIN, "--plan=."), 7, ("Is a directory", "saved plan")),
+    "plan is missing": ((*TRAIN, "--plan=no.json"), 7, ("no.json", "No such file")),
+    "negative learning rate": ((*TRAIN, "--lr=-1"), 2, ("--lr",)),
+    "no time for collectives": ((*TRAIN, "--timeout=0"), 2, ("--timeout",)),
+    "resume from nowhere": ((*TRAIN, "--resume"), 2, ("--out",)),
+    "out is a file": ((*TRAIN, "--out=models.py"), 8, ("models.py", "cannot be written", "try")),
+    "data for another task": ((*TRAIN, "--data=text.txt"), 2, ("--data", "mlp")),
+    "generate without tokenizer": (("generate", "models.py:mlp", "hi"), 2, ("no tokenizer", "--tokenizer")),
+    "generate without weights": (("generate", "llama-3.1-8b", "hi"), 2, ("no weights", "checkpoint folder")),
+    "generate from an encoder": (("generate", "bert-large", "hi"), 2, ("masked-lm", "causal")),
+    "more processes than a machine runs": (
+        ("generate", "gpt2", "hi", "--processes=100000"),
+        2,
+        ("100000 processes", "torchrun"),
+    ),
+    "diff of no plan": (("diff", "models.py", "models.py"), 7, ("not readable as JSON", "models.py")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", COMMANDS)
+def test_command_says_what_is_wrong(here: Path, run: Callable[..., tuple[int, str, str]], case: str) -> None:
+    arguments, expected, words = COMMANDS[case]
+    code, out, err = run(*arguments)
+    assert (code, out) == (expected, "")
+    assert [word for word in words if word not in err] == [], err
+    assert "Traceback" not in err
+
+
+def test_a_head_count_that_does_not_divide_says_what_would() -> None:
+    model, batch = tiny("llama")
+    with pytest.raises(ConstraintError, match=r"2 and 4 heads over.*tp=8.*heads=tp(.|\n)*try"):
+        autopar.plan(model, "cpu:8", example_inputs=batch, mesh="tp=8", fix=["heads=tp"])
+
+
+@pytest.mark.parametrize("turn", [1, -1])
+def test_a_clash_is_one_in_either_order(here: Path, turn: int) -> None:
+    fix = ["hidden=tp", "model.layers.*.mlp.up_proj.weight=[_@tp, _]"][::turn]
+    model, batch = tiny("llama")
+    with pytest.raises(ConstraintError, match=r"hidden=tp`.*up_proj.weight=\[_@tp, _\]`"):
+        autopar.plan(model, "cpu:2", example_inputs=batch, fix=fix)
+
+
+# ---- plans ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def captured_once() -> Iterator[None]:
+    """The same shapes are captured once: these tests are of what comes after."""
+    capture = autopar.api.capture
+    known: dict[Any, Any] = {}
+
+    def cached(model: nn.Module, inputs: dict[str, Any], **options: Any) -> Any:
+        key = (type(model), tuple((name, tuple(value.shape)) for name, value in inputs.items()))
+        if key not in known:
+            known[key] = capture(model, inputs, **options)
+        return known[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(autopar.api, "capture", cached)
+        yield
+
+
+@pytest.fixture(scope="module")
+def planned(captured_once: None) -> tuple[nn.Module, dict[str, Any], autopar.Plan]:
+    model, batch = tiny("llama")
+    return (
+        model,
+        batch,
+        autopar.plan(model, "cpu:2", example_inputs=batch, mesh="tp=2", fix=["heads=tp", "ffn=tp"]),
+    )
+
+
+def _edit(path: str, value: Callable[[Any], Any]) -> Callable[[dict[str, Any]], None]:
+    def change(data: dict[str, Any]) -> None:
+        *outer, last = path.split("/")
+        for key in outer:
+            data = data[key]
+        data[last] = value(data.get(last))
+
+    return change
+
+
+LAYER = "blocks/model_layers"
+EDITS: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
+    "illegal op choice": (_edit(f"{LAYER}/ops/linear_default", lambda _: {"tp": "zzz"}), "linear_default"),
+    "op that is not there": (_edit(f"{LAYER}/ops/nope", lambda _: {}), "nope"),
+    "unknown block": (_edit("blocks/extra", lambda _: {"times": 1, "inputs": [], "outputs": [], "state": {}, "ops": {}}), "extra"),
+    "missing block": (lambda data: data["blocks"].pop("model_layers") and None, "model_layers"),
+    "does not divide": (_edit(f"{LAYER}/inputs", lambda old: ["[3@tp, 16, 64]", *old[1:]]), "3 is not divisible"),
+    "other size": (_edit(f"{LAYER}/inputs", lambda old: ["[6, 16, 64]", *old[1:]]), "[4, 16, 64]"),
+    "other rank": (_edit(f"{LAYER}/inputs", lambda old: ["[16, 64]", *old[1:]]), "[4, 16, 64]"),
+    "missing input": (_edit(f"{LAYER}/inputs", lambda _: []), "says nothing of"),
+    "sum that nothing makes": (_edit(f"{LAYER}/inputs", lambda old: [f"{old[0]} + sum(tp)", *old[1:]]), "sum"),
+    "parameter as a sum": (_edit(f"{LAYER}/state/input_layernorm_weight", lambda _: "[64] + sum(tp)"), "partial sum"),
+    "other batch": (_edit("data/batch", lambda _: 8), "[8, 16]"),
+    "newer version": (_edit("version", lambda _: 99), "newer"),
+    "other fingerprint": (_edit("model/fingerprint", lambda _: "0" * 64), "another model"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", EDITS)
+def test_an_edited_plan_is_refused(
+    planned: tuple[nn.Module, dict[str, Any], autopar.Plan], case: str
+) -> None:
+    model, batch, plan = planned
+    change, words = EDITS[case]
+    data = json.loads(plan.to_json())
+    change(data)
+    inputs = {name: value.repeat(data["data"]["batch"] // 4, 1) for name, value in batch.items()}
+    with pytest.raises(PlanError) as caught:
+        autopar.compile(model, plan=autopar.Plan.from_json(json.dumps(data)), example_inputs=inputs)
+    assert words in str(caught.value)
+    assert caught.value.where
+    assert caught.value.hint
+
+
+def test_the_plan_that_was_edited_was_a_good_one(
+    planned: tuple[nn.Module, dict[str, Any], autopar.Plan],
+) -> None:
+    model, batch, plan = planned
+    assert autopar.compile(model, plan=plan, example_inputs=batch).rank_program.state
+
+
+def test_a_plan_for_other_processes_is_refused(
+    planned: tuple[nn.Module, dict[str, Any], autopar.Plan], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, batch, plan = planned
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(
+        TrainingError, match=r"for 2 processes .*, 4 were launched(.|\n)*torchrun --nproc-per-node 2"
+    ):
+        autopar.compile(model, plan=plan, example_inputs=batch).start()
+
+
+# ---- batches -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def compiled() -> tuple[autopar.api.Compiled, dict[str, Any]]:
+    model, batch = tiny("llama")
+    return autopar.compile(model, "cpu:1", batch, micro_batches=2), batch
+
+
+BATCHES: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
+    "fewer sequences": (lambda batch: {name: value[:2] for name, value in batch.items()}, r"\[2, 16\].*\[4, 16\]"),
+    "shorter sequences": (lambda batch: {name: value[:, :8] for name, value in batch.items()}, r"\[4, 8\]"),
+    "other dtype": (lambda batch: {**batch, "input_ids": batch["input_ids"].float()}, "float32.*int64"),
+    "no tensor": (lambda batch: {**batch, "input_ids": [1, 2]}, "input_ids is list"),
+    "missing": (lambda batch: {"input_ids": batch["input_ids"]}, "no 'labels'"),
+    "all labels ignored": (lambda batch: {**batch, "labels": torch.full_like(batch["labels"], -100)}, "ignored"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BATCHES)
+def test_a_bad_batch_changes_nothing(
+    compiled: tuple[autopar.api.Compiled, dict[str, Any]], case: str
+) -> None:
+    run, batch = compiled
+    change, words = BATCHES[case]
+    steps = run.trainer.step_count
+    before = {name: parameter.detach().clone() for name, parameter in run.parameters.items()}
+    with pytest.raises(TrainingError, match=words) as caught:
+        run.train_step(change(batch))
+    assert caught.value.hint
+    assert all(torch.equal(before[name], parameter) for name, parameter in run.parameters.items())
+    assert run.train_step(batch).step == steps + 1  # and the run can go on
+
+
+def test_a_loss_that_is_not_finite_changes_nothing(
+    compiled: tuple[autopar.api.Compiled, dict[str, Any]],
+) -> None:
+    run, batch = compiled
+    name, parameter = next(iter(run.parameters.items()))
+    good = parameter.detach().clone()
+    with torch.no_grad():
+        parameter.fill_(float("nan"))
+    before = {other: value.detach().clone() for other, value in run.parameters.items() if other != name}
+    with pytest.raises(TrainingError, match=r"the loss is nan at step \d+(.|\n)*learning rate"):
+        run.train_step(batch)
+    assert all(torch.equal(value, run.parameters[other]) for other, value in before.items())
+    with torch.no_grad():
+        parameter.copy_(good)
+    run.train_step(batch)
+
+
+def test_settings_that_the_optimizer_refuses_are_a_usage_error() -> None:
+    model, batch = tiny("gpt2")
+    with pytest.raises(UsageError, match="learning rate"):
+        autopar.compile(model, "cpu:1", batch).start(lr=-1.0)
+
+
+# ---- checkpoints ---------------------------------------------------------------------------------------------------
+
+
+class Killed(BaseException):
+    """Stands for SIGKILL: nothing of ours runs after it."""
+
+
+def _operations(monkeypatch: pytest.MonkeyPatch, limit: int) -> list[str]:
+    """Let the first `limit` operations on files happen, and kill at the next. Returns those that happened."""
+    done: list[str] = []
+
+    def counted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def operation(*arguments: Any, **options: Any) -> Any:
+            if len(done) >= limit:
+                raise Killed
+            done.append(name)
+            return function(*arguments, **options)
+
+        return operation
+
+    for place, name in (
+        (Path, "replace"),
+        (Path, "unlink"),
+        (Path, "write_text"),
+        (os, "fsync"),
+        (checkpoint, "save_file"),
+    ):
+        monkeypatch.setattr(place, name, counted(name, getattr(place, name)))  # fmt: skip
+    return done
+
+
+def test_a_save_killed_at_any_moment_leaves_a_whole_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, batch = tiny("gpt2")
+    run = autopar.compile(model, "cpu:1", batch).start()
+    name = next(iter(run.parameters))
+    states = {}
+    run.save(tmp_path / "pristine")
+    for step in (1, 2):
+        run.train_step(batch)
+        states[step] = run.parameters[name].detach().clone()
+        if step == 1:
+            run.save(tmp_path / "run")
+            (tmp_path / "run" / "notes.txt").write_text("mine")
+    found = []
+    for limit in range(100):
+        run.trainer.step_count = 2
+        with torch.no_grad():
+            run.parameters[name].copy_(states[2])
+        with monkeypatch.context() as patch:
+            done = _operations(patch, limit)
+            with contextlib.suppress(Killed):
+                run.save(tmp_path / "run")
+        killed = len(done) == limit
+        run.load(tmp_path / "run")
+        found.append(run.trainer.step_count)
+        assert torch.equal(run.parameters[name], states[found[-1]])
+        if not killed:
+            break
+        if found[-1] == 2:  # back to a folder that has step 1, by a save over what the crash left
+            run.load(tmp_path / "pristine")
+            with torch.no_grad():
+                run.parameters[name].copy_(states[1])
+            run.trainer.step_count = 1
+            run.save(tmp_path / "run")
+    assert found == sorted(found)
+    assert set(found) == {1, 2}
+    assert not killed
+    assert sorted(file.name for file in (tmp_path / "run").iterdir()) == [
+        "model.safetensors", "notes.txt", "optimizer.safetensors", "training.json",
+    ]  # fmt: skip
+
+
+def _saved(folder: Path, kind: str = "gpt2") -> autopar.api.Compiled:
+    model, batch = tiny(kind)
+    run = autopar.compile(model, "cpu:1", batch).start()
+    run.train_step(batch)
+    run.save(folder)
+    return run
+
+
+def test_bad_checkpoints_are_refused_and_change_nothing(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    run = _saved(folder)
+    saved = {file.name: file.read_bytes() for file in folder.iterdir()}
+    before = {name: parameter.detach().clone() for name, parameter in run.parameters.items()}
+    about = json.loads(saved["training.json"])
+    damage: dict[str, dict[str, bytes]] = {
+        "truncated weights": {"model.safetensors": saved["model.safetensors"][:-1000]},
+        "truncated optimizer": {"optimizer.safetensors": saved["optimizer.safetensors"][:-1000]},
+        "no header": {"model.safetensors": b"\0\0"},
+        "no step": {"training.json": b"{}"},
+        "no JSON": {"training.json": b"{"},
+        "newer": {"training.json": json.dumps({**about, "format": 99}).encode()},
+        "other model": {"training.json": json.dumps({**about, "fingerprint": "0" * 64}).encode()},
+        "swapped files": {"model.safetensors": saved["optimizer.safetensors"]},
+        "other optimizer": {"optimizer.safetensors": saved["model.safetensors"]},
+    }
+    with torch.no_grad():
+        next(iter(run.parameters.values())).add_(1.0)
+    before = {name: parameter.detach().clone() for name, parameter in run.parameters.items()}
+    for case, files in damage.items():
+        for name, content in {**saved, **files}.items():
+            (folder / name).write_bytes(content)
+        with pytest.raises(AutoparError) as caught:
+            run.load(folder)
+        assert caught.value.hint, case
+        assert str(folder) in str(caught.value), case
+        assert all(torch.equal(before[name], parameter) for name, parameter in run.parameters.items()), case
+
+
+def test_a_run_never_replaces_a_model_that_it_did_not_save(tmp_path: Path) -> None:
+    folder = tmp_path / "weights"
+    folder.mkdir()
+    (folder / "model.safetensors").write_bytes(b"precious")
+    with pytest.raises(TrainingError, match="would replace it"):
+        _saved(folder)
+    assert (folder / "model.safetensors").read_bytes() == b"precious"
+
+
+def test_resume_says_where_it_starts(here: Path, run: Callable[..., tuple[int, str, str]]) -> None:
+    command = [word for word in TRAIN if word != "-q"]
+    code, out, err = run(*command, "--out=run", "--resume", "--json")
+    assert (code, [json.loads(line)["step"] for line in out.splitlines()]) == (0, [1, 2])
+    assert "no checkpoint in run yet: starting at step 0" in err
+    code, out, err = run(*command, "--out=run", "--resume", "--json", "--steps=3")
+    assert (code, [json.loads(line)["step"] for line in out.splitlines()]) == (0, [3])
+    assert "going on from the checkpoint of step 2" in err
+    code, out, err = run(*command, "--out=run", "--resume", "--json", "--steps=3")
+    assert (code, out) == (0, "")
+    assert "nothing to do" in err
+
+
+# ---- generation ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny checkpoint with a tokenizer whose tokens are letters."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    folder = tmp_path_factory.mktemp("tiny-llama")
+    model, _ = tiny("llama")
+    model.save_pretrained(folder)  # type: ignore[operator]
+    letters = Tokenizer(
+        models.WordLevel({letter: number for number, letter in enumerate("?abcdefgh")}, unk_token="?")
+    )
+    letters.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    PreTrainedTokenizerFast(tokenizer_object=letters, unk_token="?").save_pretrained(folder)
+    return folder
+
+
+GENERATE: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "empty prompt": (("abc", ""), ("no tokens", "prompt 2")),
+    "too long": (("abc", "--max-new-tokens=100000"), ("3 prompt tokens and 100000 new", "--max-new-tokens 2045")),
+    "no tokenizer there": (("abc", "--tokenizer=models.py"), ("no tokenizer", "--tokenizer")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", GENERATE)
+def test_generate_says_what_is_wrong(
+    here: Path, folder: Path, run: Callable[..., tuple[int, str, str]], case: str
+) -> None:
+    arguments, words = GENERATE[case]
+    code, out, err = run("generate", str(folder), *arguments)
+    assert (code, out) == (2, "")
+    assert [word for word in words if word not in err] == [], err
+
+
+def test_text_to_train_on_is_checked_at_the_door(
+    here: Path, folder: Path, run: Callable[..., tuple[int, str, str]]
+) -> None:
+    (here / "short.txt").write_text("abc")
+    sizes = ("--cluster=cpu:1", "--batch=2", "--seq=16", "-q")
+    run("plan", str(folder), *sizes, "--output=plan.json")
+    for arguments, words in (
+        (("--data=no.txt",), "no.txt"),
+        (("--data=short.txt",), "3 tokens"),
+        (("--tokenizer=nowhere",), "nowhere"),
+    ):
+        code, out, err = run("train", str(folder), "--plan=plan.json", *arguments)
+        assert (code, out) == (2, "")
+        assert words in err
+
+
+# ---- what is printed where -----------------------------------------------------------------------------------------
+
+
+def test_json_is_all_there_is_on_standard_output(
+    here: Path, run: Callable[..., tuple[int, str, str]]
+) -> None:
+    code, out, err = run(*PLAN[:-1], "--cluster=cpu:2", "--json")
+    assert code == 0
+    assert json.loads(out)["model"]["name"] == "mlp"
+    assert "a model that prints" in err
+    assert "searching" in err
+
+
+def test_quiet_is_quiet(here: Path, run: Callable[..., tuple[int, str, str]]) -> None:
+    _, _, err = run(*PLAN, "--cluster=cpu:2", "--output=plan.json")
+    assert set(err.splitlines()) <= {"a model that prints"}
+
+
+def test_no_progress_bars_or_warnings_of_other_libraries(folder: Path) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-m", "autopar", "generate", str(folder), "abc", "--max-new-tokens=2", "--quiet"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert ended.stdout
