@@ -126,6 +126,7 @@ def diff(one: Annotated[Path, typer.Argument()], other: Annotated[Path, typer.Ar
 
 @app.command()
 def train(
+    context: typer.Context,
     model: ModelArgument,
     cluster: ClusterOption = "local",
     plan_file: Annotated[
@@ -199,6 +200,8 @@ def train(
                 progress=tell,
             )
     else:
+        if not launched():
+            _refuse_planning_options(context)
         chosen = Plan.load(plan_file)
     processes = chosen.parsed_mesh.device_count
     if processes > 1 and not launched():
@@ -208,35 +211,8 @@ def train(
                 chosen.save(file)
                 if not quiet:
                     print(f"plan: {chosen.mesh}, {processes} processes", file=sys.stderr)
-            arguments = [
-                "train",
-                model,
-                "--plan",
-                str(file),
-                f"--steps={steps}",
-                f"--lr={lr}",
-                f"--weight-decay={weight_decay}",
-            ]
-            arguments += [
-                f"--max-norm={max_norm}",
-                f"--data={data}",
-                f"--seed={seed}",
-                f"--save-every={save_every}",
-                f"--timeout={timeout}",
-            ]
-            arguments += [f"--tokenizer={tokenizer}"] if tokenizer else []
-            arguments += [f"--out={out}"] if out else []
-            arguments += [
-                flag
-                for flag, on in (
-                    ("--resume", resume),
-                    ("--compile", compiled),
-                    ("--json", as_json),
-                    ("--quiet", quiet),
-                )
-                if on
-            ]
-            launch(arguments, processes)
+            # Each rank gets this very command line, and the plan; with a plan, what it was made from is not asked again.
+            launch([*sys.argv[1:], *([] if plan_file else [f"--plan={file}"])], processes)
         return
     check_world(chosen.parsed_mesh)
     with _results() as tell_result:
@@ -258,6 +234,18 @@ def train(
             as_json,
             quiet,
             tell_result,
+        )
+
+
+def _refuse_planning_options(context: typer.Context) -> None:
+    """With --plan, an option that says how to make one would silently do nothing."""
+    planning = ("cluster", "batch", "seq", "fix", "mesh", "micro_batches", "recompute", "precision")
+    sources = {name: context.get_parameter_source(name) for name in planning}
+    given = [name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"]
+    if given:
+        raise UsageError(
+            f"--{given[0].replace('_', '-')} is for making a plan, and --plan gives one",
+            hint="to leave one of the two out",
         )
 
 
@@ -406,16 +394,7 @@ def generate(
     from autopar.runtime.launch import launch, launched
 
     if processes > 1 and not launched():
-        arguments = [
-            "generate",
-            model,
-            *prompts,
-            f"--max-new-tokens={max_new_tokens}",
-            f"--processes={processes}",
-        ]
-        arguments += [f"--tokenizer={tokenizer}"] if tokenizer else []
-        arguments += [flag for flag, on in (("--json", as_json), ("--quiet", quiet)) if on]
-        launch(arguments, processes)
+        launch(sys.argv[1:], processes)
         return
     with _results() as tell_result:
         _generate(model, prompts, max_new_tokens, processes, tokenizer, as_json, tell_result)

@@ -26,7 +26,7 @@ DATA_AXES = ("dp", "fsdp")
 TENSOR_AXIS = "tp"
 
 # Lowerings that exist: a rule's `special` factors are split only with one of these.
-SUPPORTED_LOWERINGS = frozenset({"embedding", "cross_entropy"})
+SUPPORTED_LOWERINGS = frozenset({"embedding", "cross_entropy", "causal_attention"})
 
 
 @dataclass(frozen=True)

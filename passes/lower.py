@@ -27,6 +27,7 @@ from torch.fx.node import map_arg
 from autopar import collectives
 from autopar.errors import ShardingError
 from autopar.mesh import Mesh
+from autopar.passes.limits import IdLimit, id_limits
 from autopar.passes.problem import value_name
 from autopar.problem import Choice, Op, Problem, Solution
 from autopar.program import Block, Call, Program, StateInfo, TensorInfo, node_info
@@ -62,7 +63,7 @@ class RankBlock:
 class RankProgram:
     """What every rank runs: blocks, the same calls as the Program's, the layout of state and inputs.
 
-    `count`: the value that holds the number of labels the loss averages over, if the loss is such a mean: with
+    `limits`: the range of ids per input. `count`: the value that holds the number of labels the loss averages over, if the loss is such a mean: with
     micro-batches their losses are weighted by it.
     """
 
@@ -75,6 +76,7 @@ class RankProgram:
     input_info: Mapping[str, TensorInfo]
     outputs: Mapping[str, str]
     constants: Mapping[str, torch.Tensor]
+    limits: Mapping[str, IdLimit]
     count: str | None
 
     def __str__(self) -> str:
@@ -104,6 +106,7 @@ def lower(program: Program, problem: Problem, solution: Solution, mesh: Mesh) ->
         dict(program.inputs),
         dict(program.outputs),
         program.constants,
+        id_limits(program, problem),
         count,
     )
 

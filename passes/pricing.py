@@ -72,6 +72,8 @@ class Pricer:
                 for name, size in op.rule.sizes.items()
             }
             flops = op.rule.flops_per_point * math.prod(local.values())
+            if op.rule.lowering == "causal_attention" and op.rule.special & set(candidate.by_factor):
+                flops *= 2  # a slice of the queries is run with a mask, which skips nothing of the keys
             side = matmul_side(op, local) if work.kind == "matmul" else 1.0
         key = (work, flops, side, operands, results)
         found = self._op_s.get(key)

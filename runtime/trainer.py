@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from autopar.errors import TrainingError
+from autopar.passes.limits import IdLimit
 from autopar.program import TensorInfo, tensor_info
 from autopar.runtime.groups import peer_errors
 from autopar.runtime.model import RankModel
@@ -131,6 +132,21 @@ class Trainer:
                     where=f"step {self.step_count + 1}",
                     hint="batches of the planned size, or a plan for these (--batch, --seq)",
                 )
+            if name in self.model.program.limits:
+                self._check_ids(name, value, self.model.program.limits[name])
+
+    def _check_ids(self, name: str, ids: Tensor, limit: IdLimit) -> None:
+        wrong = (ids < 0) | (ids >= limit.size)
+        if limit.ignore is not None:
+            wrong &= ids != limit.ignore
+        if bool(wrong.any()):
+            place = wrong.nonzero()[0].tolist()
+            raise TrainingError(
+                f"{name}{place} is {int(ids[tuple(place)])}, the model knows ids 0 to {limit.size - 1}"
+                + ("" if limit.ignore is None else f" and {limit.ignore} for what is ignored"),
+                where=f"step {self.step_count + 1}",
+                hint="the tokenizer of this model",
+            )
 
     def _micro(self, batch: Mapping[str, Tensor], number: int) -> dict[str, Tensor]:
         pieces = {}

@@ -559,3 +559,22 @@ def test_no_progress_bars_or_warnings_of_other_libraries(folder: Path) -> None:
     )
     assert (ended.returncode, ended.stderr) == (0, "")
     assert ended.stdout
+
+
+# ---- ids -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong"), [("input_ids", 96), ("input_ids", -1), ("labels", 97), ("labels", -5)]
+)
+def test_ids_that_the_model_does_not_know_are_refused(name: str, wrong: int) -> None:
+    """Over a split vocabulary no rank holds such an id: without this check the result would silently be zero."""
+    from tests.tiny import tiny
+
+    model, batch = tiny("llama")
+    run = autopar.compile(model, "cpu:1", batch)
+    bad = {**batch, name: batch[name].clone()}
+    bad[name][2, 3] = wrong
+    with pytest.raises(TrainingError, match=rf"{name}\[2, 3\] is {wrong}(.|\n)*ids 0 to 95"):
+        run.train_step(bad)
+    run.train_step(batch)

@@ -79,6 +79,7 @@ def test_lists(autopar) -> None:  # type: ignore[no-untyped-def]
         (("plan", "llama-3.1-405b", "--cluster", "h100:1x8", "--batch", "8", "--seq", "8192"), 6, "GiB"),
         (("plan", "gpt2", "--frobnicate"), 2, "frobnicate"),
         (("train", "gpt2", "--plan", "/no/such/plan.json"), 7, "no/such/plan.json"),
+        (("train", "gpt2", "--plan", "plan.json", "--batch", "8"), 2, "--batch is for making a plan"),
     ],
 )
 def test_errors_are_messages_with_an_exit_code(

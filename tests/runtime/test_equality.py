@@ -21,6 +21,7 @@ def cases(meshes: list[str]) -> list[str]:
 
 TWO_CASES = [
     *cases(TWO),
+    *(f"{kind}/tp=2/sequence" for kind in ("llama", "qwen3", "bert", "t5")),
     "llama/dp=2/micro",
     "t5/fsdp=2/micro",
     "llama/tp=2/recompute",
