@@ -11,26 +11,21 @@ codes: 0 done; 2 the request cannot be understood; 3 cluster; 4 model; 5 shardin
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import tempfile
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from autopar.errors import AutoparError, UsageError
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
-    from autopar.models.model_source import ModelSource
-    from autopar.plans import Plan
+    pass
 
 app = typer.Typer(
     help="Finds the fastest parallel plan for a PyTorch model on a cluster, and runs it.",
@@ -171,6 +166,7 @@ def train(
     Under torchrun (any launcher that sets WORLD_SIZE) this process is one rank; else the ranks are started here.
     """
     from autopar import api
+    from autopar.commands import TrainOptions, train_rank
     from autopar.plans import Plan
     from autopar.runtime.checkpoint import check_target
     from autopar.runtime.groups import check_world
@@ -216,25 +212,23 @@ def train(
         return
     check_world(chosen.parsed_mesh)
     with _results() as tell_result:
-        _train(
-            chosen,
-            model,
-            steps,
-            lr,
-            weight_decay,
-            max_norm,
-            data,
-            tokenizer,
-            seed,
-            out,
-            save_every,
-            resume,
-            compiled,
-            timeout,
-            as_json,
-            quiet,
-            tell_result,
+        options = TrainOptions(
+            steps=steps,
+            lr=lr,
+            weight_decay=weight_decay,
+            max_norm=max_norm,
+            data=data,
+            tokenizer=tokenizer,
+            seed=seed,
+            out=out,
+            save_every=save_every,
+            resume=resume,
+            compiled=compiled,
+            timeout_s=timeout,
+            as_json=as_json,
+            quiet=quiet,
         )
+        train_rank(model, chosen, options, tell_result)
 
 
 def _refuse_planning_options(context: typer.Context) -> None:
@@ -247,132 +241,6 @@ def _refuse_planning_options(context: typer.Context) -> None:
             f"--{given[0].replace('_', '-')} is for making a plan, and --plan gives one",
             hint="to leave one of the two out",
         )
-
-
-def _train(
-    chosen: Plan,
-    model: str,
-    steps: int,
-    lr: float,
-    weight_decay: float,
-    max_norm: float,
-    data: str,
-    tokenizer: Path | None,
-    seed: int,
-    out: Path | None,
-    save_every: int,
-    resume: bool,
-    use_compile: bool,
-    timeout: float,
-    as_json: bool,
-    quiet: bool,
-    tell_result: Callable[[str], None],
-) -> None:
-    import torch
-
-    from autopar import api
-    from autopar.models.source import find_model
-    from autopar.runtime.checkpoint import has_checkpoint
-    from autopar.runtime.groups import leave
-
-    source = find_model(model)
-    batch_of = _batches(source, chosen, data, tokenizer, seed)
-    torch.manual_seed(seed)  # every rank builds the same random weights, where a model has no others
-    run = api.compile(source, plan=chosen, compiled=use_compile)
-    run.start(lr=lr, weight_decay=weight_decay, max_norm=max_norm or None, timeout_s=timeout)
-    trainer = run.trainer
-    first = trainer.model.groups.rank == 0
-
-    def say(text: str) -> None:
-        if first and not quiet:
-            print(text, file=sys.stderr, flush=True)
-
-    try:
-        if resume and out is not None:
-            if has_checkpoint(out):
-                run.load(out)
-                say(f"going on from the checkpoint of step {trainer.step_count} in {out}")
-            else:
-                say(f"there is no checkpoint in {out} yet: starting at step 0")
-        if trainer.step_count >= steps:
-            say(f"nothing to do: the checkpoint is of step {trainer.step_count}, --steps is {steps}")
-            return
-        while trainer.step_count < steps:
-            began = time.perf_counter()
-            result = run.train_step(batch_of(trainer.step_count))
-            seconds = time.perf_counter() - began
-            if first:
-                tell_result(
-                    _step_line(result.step, result.loss, result.gradient_norm, seconds, chosen, as_json)
-                )
-            if out is not None and save_every and result.step % save_every == 0 and result.step < steps:
-                run.save(out)
-        if out is not None:
-            run.save(out)
-            if first:
-                chosen.save(out / "plan.json")
-            say(f"checkpoint written to {out}")
-    finally:
-        leave()
-
-
-def _step_line(step: int, loss: float, norm: float, seconds: float, chosen: Plan, as_json: bool) -> str:
-    if as_json:
-        return json.dumps({"step": step, "loss": loss, "gradient_norm": norm, "seconds": seconds})
-    tokens = chosen.data.batch * chosen.data.seq / seconds
-    return f"step {step:4d}  loss {loss:.6f}  gradient norm {norm:8.4f}  {seconds:6.2f} s  {tokens:8.0f} tokens/s"
-
-
-def _batches(
-    source: ModelSource, chosen: Plan, data: str, tokenizer: Path | None, seed: int
-) -> Callable[[int], dict[str, Tensor]]:
-    """Step -> whole batch: text for language models, the source's example (the same each step) for others."""
-    import numpy as np
-    import torch
-
-    from autopar.models.text import batch_at, pydoc_tokens, text_file_tokens
-
-    batch, seq = chosen.data.batch, chosen.data.seq
-    if source.task not in ("causal-lm", "seq2seq", "masked-lm"):
-        if data != "pydoc" or tokenizer is not None:
-            raise UsageError(
-                f"--data and --tokenizer are for language models; {source.name} is trained on its own example",
-                hint="to leave them out, or autopar.compile(...).train_step(batch) in Python",
-            )
-        example = source.example_inputs(batch, seq)
-        return lambda step: example
-    if tokenizer is not None and not tokenizer.is_dir():
-        raise UsageError(
-            "there is no such tokenizer folder", where=str(tokenizer), hint="a folder with tokenizer.json"
-        )
-    vocabulary = int(getattr(source.config, "vocab_size", 256))
-    folder = tokenizer or source.path
-    if folder is not None and folder.is_dir():
-        tokens = pydoc_tokens(folder) if data == "pydoc" else text_file_tokens(Path(data), folder)
-        if len(tokens) and int(tokens.max()) >= vocabulary:
-            raise UsageError(
-                f"the tokenizer gives token {int(tokens.max())}, the model has a vocabulary of {vocabulary}",
-                where=str(folder),
-                hint="the tokenizer that belongs to the model",
-            )
-    else:  # no tokenizer: bytes are tokens
-        try:
-            text = _pydoc_text() if data == "pydoc" else Path(data).read_bytes()
-        except OSError as error:
-            raise UsageError(
-                f"the text cannot be read: {error.strerror}", where=data, hint="a text file that exists"
-            ) from None
-        tokens = torch.from_numpy(np.frombuffer(text, dtype=np.uint8).astype(np.int64)) % vocabulary
-    batch_at(
-        tokens, batch, seq, seed=seed, step=0
-    )  # a text that is too short is told before the model is built
-    return lambda step: batch_at(tokens, batch, seq, seed=seed, step=step)
-
-
-def _pydoc_text() -> bytes:
-    from pydoc_data.topics import topics
-
-    return "\n\n".join(topics[name] for name in sorted(topics)).encode()
 
 
 @app.command()
@@ -391,81 +259,14 @@ def generate(
     quiet: QuietOption = False,
 ) -> None:
     """Continue prompts greedily, token for token what Transformers' greedy `generate` gives in fp32."""
+    from autopar.commands import generate_rank
     from autopar.runtime.launch import launch, launched
 
     if processes > 1 and not launched():
         launch(sys.argv[1:], processes)
         return
     with _results() as tell_result:
-        _generate(model, prompts, max_new_tokens, processes, tokenizer, as_json, tell_result)
-
-
-def _generate(
-    model: str,
-    prompts: list[str],
-    new_tokens: int,
-    processes: int,
-    folder: Path | None,
-    as_json: bool,
-    tell_result: Callable[[str], None],
-) -> None:
-    from transformers import AutoTokenizer
-
-    from autopar import api
-    from autopar.models.source import find_model
-    from autopar.runtime.generate import check_prompts
-    from autopar.runtime.generate import generate as run
-    from autopar.runtime.groups import leave
-
-    source = find_model(model)
-    if source.task not in ("causal-lm", "module"):
-        raise UsageError(
-            f"{source.name} ({source.task}) does not continue text", hint="a causal language model's folder"
-        )
-    if source.load is None:
-        raise UsageError(f"{source.name} has no weights here, only a config", hint="a checkpoint folder")
-    where = folder or source.path
-    if where is None or not where.is_dir():
-        raise UsageError(f"{source.name} has no tokenizer", hint="--tokenizer FOLDER")
-    try:
-        words: Any = AutoTokenizer.from_pretrained(str(where), local_files_only=True)
-    except Exception as error:  # of many unrelated classes
-        raise UsageError(
-            f"the tokenizer cannot be read: {type(error).__name__}: {next(iter(str(error).splitlines()), '')}",
-            where=str(where),
-            hint="--tokenizer FOLDER, a folder with tokenizer.json",
-        ) from error
-    ids = [words(prompt)["input_ids"] for prompt in prompts]
-    check_prompts(ids)
-    length = max(map(len, ids)) + new_tokens
-    most = getattr(source.config, "max_position_embeddings", None)
-    if most is not None and length > most:
-        raise UsageError(
-            f"{max(map(len, ids))} prompt tokens and {new_tokens} new ones, {source.name} takes {most}",
-            hint=f"--max-new-tokens {most - max(map(len, ids))}"
-            if length - new_tokens < most
-            else "a shorter prompt",
-        )
-    ranks = api.generator(source, processes, rows=len(ids), length=length)
-    try:
-        results = run(ranks, ids, new_tokens=new_tokens, length=length, stop=_stop_tokens(source, words))
-        if ranks.groups.rank == 0:
-            for prompt, tokens in zip(prompts, results, strict=True):
-                text = words.decode(tokens, skip_special_tokens=True)
-                tell_result(
-                    json.dumps({"prompt": prompt, "tokens": tokens, "text": text})
-                    if as_json
-                    else f"{prompt}{text}\n"
-                )
-    finally:
-        leave()
-
-
-def _stop_tokens(source: ModelSource, words: Any) -> frozenset[int]:
-    found = getattr(source.config, "eos_token_id", None)
-    if found is None:
-        found = words.eos_token_id
-    return frozenset(found if isinstance(found, (list, tuple)) else [] if found is None else [int(found)])
+        generate_rank(model, prompts, max_new_tokens, processes, tokenizer, as_json, tell_result)
 
 
 @app.command()
