@@ -73,9 +73,10 @@ def save_checkpoint(folder: Path, trainer: Trainer, *, about: Mapping[str, Any])
                 full = store.whole(name, value) if split else value
                 if first:
                     optimizer[f"{name}|{key}"] = full.cpu().contiguous().clone()
-        for name, buffer in store.buffers.items():
+        for name in store.buffers:
+            whole = store.whole_buffer(name)
             if first:
-                parameters[name] = buffer.cpu().contiguous().clone()
+                parameters[name] = whole.cpu().contiguous().clone()
         if first:
             _write(folder, parameters, optimizer, {"format": FORMAT, "step": trainer.step_count, **about})
         if dist.is_initialized():
@@ -138,7 +139,7 @@ def load_checkpoint(folder: Path, trainer: Trainer) -> dict[str, Any]:
     about = read_about(folder)
     store = trainer.model.store
     expected = {name: entry.layout.info.shape for name, entry in store.entries.items()}
-    expected.update((name, tuple(buffer.shape)) for name, buffer in store.buffers.items())
+    expected.update((name, store.layouts[name].info.shape) for name in store.buffers)
     try:
         with (
             safe_open(_current(folder, MODEL), "pt") as weights,
@@ -158,8 +159,8 @@ def load_checkpoint(folder: Path, trainer: Trainer) -> dict[str, Any]:
             with torch.no_grad():
                 for name, entry in store.entries.items():
                     entry.parameter.copy_(store.share(name, weights.get_tensor(name)))
-                for name, buffer in store.buffers.items():
-                    buffer.copy_(weights.get_tensor(name))
+                for name in store.buffers:
+                    store.set_buffer(name, weights.get_tensor(name))
             for key, name in fields.items():
                 entry = store.entries[name]
                 value = moments.get_tensor(key)

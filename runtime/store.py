@@ -78,7 +78,8 @@ class ParameterStore:
         self.groups = groups
         self.fsdp = groups.mesh.sizes.get(FSDP, 1)
         self.entries: dict[str, Entry] = {}
-        self.buffers: dict[str, Tensor] = {}
+        self.buffers: dict[str, Tensor] = {}  # this rank's piece of each; constants too
+        self.layouts = program.state
         for name, layout in program.state.items():
             if name not in state:
                 raise TrainingError(
@@ -271,12 +272,13 @@ class ParameterStore:
         entry = self.entries[name]
         return self._own_rows(self.groups.cut(whole, entry.layout.sharding), entry.chunk_rows)
 
-    def whole_state(self) -> Iterator[tuple[str, Tensor]]:
-        """Name and whole tensor of every parameter and buffer, one at a time. Every rank must go through all."""
-        for name, entry in self.entries.items():
-            yield name, self.whole(name, entry.parameter.detach())
-        for name, buffer in self.buffers.items():
-            yield name, buffer
+    def whole_buffer(self, name: str) -> Tensor:
+        """The whole of a buffer. Every rank must call it."""
+        return self.groups.join(self.buffers[name], self.layouts[name].sharding)
+
+    def set_buffer(self, name: str, whole: Tensor) -> None:
+        """Put this rank's piece of `whole` into a buffer."""
+        self.buffers[name].copy_(self.groups.cut(whole, self.layouts[name].sharding))
 
 
 class _GatherParameters(Function):

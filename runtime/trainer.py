@@ -111,7 +111,7 @@ class Trainer:
     def _update_buffers(self, outputs: Mapping[str, Tensor]) -> None:
         for name, value in outputs.items():
             if name.startswith("update "):
-                self.model.store.buffers[name.removeprefix("update ")].copy_(value.detach())
+                self.model.store.set_buffer(name.removeprefix("update "), value.detach())
 
     def _check(self, batch: Mapping[str, Tensor]) -> None:
         for name, info in self.model.program.input_info.items():
