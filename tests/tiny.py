@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.utils import ModelOutput
 
 BATCH, SEQUENCE, VOCABULARY = 4, 16, 96
 
@@ -84,17 +85,48 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+class ConvNet(nn.Module):
+    """Convolutions with batch norm in training mode: ops without a rule, which every rank runs whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3)
+        )
+        self.head = nn.Linear(8, 8)
+
+    def forward(self, pixel_values: Tensor, labels: Tensor) -> ModelOutput:
+        logits = self.head(self.body(pixel_values).mean((2, 3)))
+        return ModelOutput(loss=nn.functional.cross_entropy(logits, labels))
+
+
+def _convnet() -> nn.Module:
+    return ConvNet()
+
+
+def _classifier() -> nn.Module:
+    import transformers
+
+    return transformers.BertForSequenceClassification(transformers.BertConfig(**_SIZES, num_labels=8))
+
+
+# Beside the six families: a module of no library, and a sequence classifier.
+OTHERS: dict[str, Callable[[], nn.Module]] = {"convnet": _convnet, "classifier": _classifier}
+
+
 def tiny(kind: str) -> tuple[nn.Module, dict[str, Any]]:
     """The model (dropout off, seeded weights) and a training batch of 4."""
     torch.manual_seed(0)
-    model = MODELS[kind]().eval()
-    if kind == "vit":
+    model = (MODELS | OTHERS)[kind]().train(kind == "convnet")
+    if kind in ("vit", "convnet"):
         inputs: dict[str, Tensor] = {
             "pixel_values": torch.randn(BATCH, 3, 32, 32),
             "labels": torch.randint(0, 8, (BATCH,)),
         }
         return model, inputs
     ids = torch.randint(0, VOCABULARY, (BATCH, SEQUENCE))
+    if kind == "classifier":
+        return model, {"input_ids": ids, "labels": torch.randint(0, 8, (BATCH,))}
     labels = ids.clone()
     labels[0, :9] = -100  # unequal numbers of ignored labels per sequence, hence per rank
     labels[3, :14] = -100

@@ -22,6 +22,7 @@ def cases(meshes: list[str]) -> list[str]:
 TWO_CASES = [
     *cases(TWO),
     *(f"{kind}/tp=2/sequence" for kind in ("llama", "qwen3", "bert", "t5")),
+    *(f"{kind}/{mesh}/planned" for kind in ("convnet", "classifier") for mesh in ("dp=2", "tp=2")),
     "llama/dp=2/micro",
     "t5/fsdp=2/micro",
     "llama/tp=2/recompute",
