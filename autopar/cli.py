@@ -319,7 +319,7 @@ def _progress(quiet: bool) -> Iterator[Callable[[str], None]]:
 
 def main() -> None:
     """Run the command; an AutoparError becomes a message and an exit code, never a traceback."""
-    from autopar.runtime.launch import report_error
+    from autopar.runtime.launch import launched, report_error
 
     _hush()
     rank = int(os.environ.get("RANK", "0"))
@@ -345,4 +345,8 @@ def main() -> None:
         if report_error(error, rank):
             sys.exit(1)
         raise
+    if launched():
+        from autopar.runtime.groups import end_rank
+
+        end_rank(code if isinstance(code, int) else 0)
     sys.exit(code if isinstance(code, int) else 0)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import autopar
 from autopar.models.text import batch_at, pydoc_tokens
-from autopar.runtime.groups import leave
+from autopar.runtime.groups import end_rank, leave
 from tests.acceptance.reference import LEARNING_RATE, SEED, distance, gradient_in
 
 
@@ -36,6 +36,7 @@ def main(model: str, plan_file: str, steps: int, result: str, references: list[s
     if first:
         Path(result).write_text(json.dumps({"losses": losses, "errors": errors}))
     leave()
+    end_rank()
 
 
 if __name__ == "__main__":

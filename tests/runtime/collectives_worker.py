@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autopar import Mesh, collectives
-from autopar.runtime.groups import join_mesh, leave
+from autopar.runtime.groups import end_rank, join_mesh, leave
 from tests.runtime.processes import write_result
 
 SIZE = 2
@@ -144,3 +144,4 @@ if __name__ == "__main__":
         {**steps(*arguments), **losses(*arguments), **embeddings(*arguments[1:]), **attention(*arguments[1:])}
     )
     leave()
+    end_rank()

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 import autopar.api as api
 from autopar.plans import Plan
-from autopar.runtime.groups import leave
+from autopar.runtime.groups import end_rank, leave
 from tests.runtime.processes import write_result
 from tests.tiny import tiny
 
@@ -111,3 +111,4 @@ if __name__ == "__main__":
         print(case, results[case], flush=True)
     write_result(results)
     leave()
+    end_rank()

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 import autopar.api as api
-from autopar.runtime.groups import leave
+from autopar.runtime.groups import end_rank, leave
 from tests.runtime.processes import write_result
 from tests.tiny import tiny
 
@@ -91,3 +91,4 @@ if __name__ == "__main__":
         Path(arguments[-1]).parent.mkdir(parents=True, exist_ok=True)
     {"main": main, "compiled": compiled, "bf16": bf16, "own_optimizer": own_optimizer}[what](*arguments)
     leave()
+    end_rank()
