@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Node
 
 # The in-graph collectives (`torch.distributed._functional_collectives` wraps the same ops publicly, but its
@@ -25,10 +25,6 @@ def fake_mode() -> AbstractContextManager[Any]:
     (`torch.tensor([...])`) and puts `device="meta"` into the graph. When this moves, fall back to meta.
     """
     return FakeTensorMode(allow_non_fake_inputs=True)
-
-
-def is_fake(tensor: torch.Tensor) -> bool:
-    return isinstance(tensor, FakeTensor)
 
 
 def module_path(node: Node) -> str:

@@ -13,8 +13,6 @@ Out: its live nodes, in order, with
 
 from __future__ import annotations
 
-import operator
-
 import torch
 from torch.fx import Graph, Node
 
@@ -124,7 +122,3 @@ def _unviewed(node: Node, kept_dims: int) -> Node | None:
     if kept_dims and source.meta["val"].shape[-kept_dims:] != node.meta["val"].shape[-kept_dims:]:
         return None
     return source
-
-
-def is_getitem(node: Node) -> bool:
-    return node.target is operator.getitem

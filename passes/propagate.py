@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
@@ -82,12 +82,6 @@ def _known_axes(axes: Sequence[str], text: str) -> None:
             raise UsageError(
                 f"constraint {text!r}: there is no mesh axis {axis!r}", hint=f"one of {', '.join(MESH_AXES)}"
             )
-
-
-@dataclass
-class _Split:
-    axis: str
-    source: str
 
 
 class _Propagation:
@@ -275,12 +269,3 @@ def _sizes_of(problem: Problem, logical: str) -> set[int]:
         for factor, name in op.logical.items()
         if name == logical and factor in op.rule.splittable()
     }
-
-
-def describe_fixed(problem: Problem) -> Mapping[str, int]:
-    """How many ops the constraints decided, per mesh axis."""
-    counts: dict[str, int] = {}
-    for choice in problem.fixed.values():
-        for axis in choice:
-            counts[axis] = counts.get(axis, 0) + 1
-    return counts
