@@ -7,5 +7,6 @@ problem     Program, Axes -> Problem                       passes/problem.py
 propagate   Problem, constraints -> Problem                passes/propagate.py
 search      Problem, Cluster -> Plan                       passes/search.py (calls placement)
 restore     Plan, Problem -> Solution                      passes/restore.py
+limits      Program, Problem -> ranges of ids in inputs    passes/limits.py
 lower       Program, Problem, Solution -> RankProgram      passes/lower.py
 """
