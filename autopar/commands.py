@@ -22,7 +22,7 @@ from autopar.models.text import batch_at, pydoc_tokens, text_file_tokens
 from autopar.plans import Plan
 from autopar.runtime.checkpoint import has_checkpoint
 from autopar.runtime.generate import check_prompts, generate
-from autopar.runtime.groups import leave
+from autopar.runtime.groups import leave, wait_for_all
 
 
 @dataclass(frozen=True)
@@ -96,6 +96,7 @@ def train_rank(model: str, plan: Plan, options: TrainOptions, tell_result: Calla
             if first:
                 plan.save(out / "plan.json")
             say(f"checkpoint written to {out}")
+        wait_for_all()
     finally:
         leave()
 
@@ -205,6 +206,7 @@ def generate_rank(
                     if as_json
                     else f"{prompt}{text}\n"
                 )
+        wait_for_all()
     finally:
         leave()
 

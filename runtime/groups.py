@@ -134,6 +134,17 @@ def leave() -> None:
         dist.destroy_process_group()
 
 
+def wait_for_all() -> None:
+    """Wait until every rank has come here: at the end of a run, before any leaves.
+
+    A plan may have no collectives (a small model is fastest repeated), and then one rank is done while another still
+    makes its groups, through the store that lives in rank 0's process.
+    """
+    if dist.is_initialized():
+        with peer_errors("waiting for the other ranks to end"):
+            dist.barrier()
+
+
 def end_rank(code: int = 0) -> NoReturn:
     """End this process as one rank of several, its work done and its groups left.
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import autopar
 from autopar.models.text import batch_at, pydoc_tokens
-from autopar.runtime.groups import end_rank, leave
+from autopar.runtime.groups import end_rank, leave, wait_for_all
 from tests.acceptance.reference import LEARNING_RATE, SEED, distance, gradient_in
 
 
@@ -35,6 +35,7 @@ def main(model: str, plan_file: str, steps: int, result: str, references: list[s
     losses = [run.train_step(batch(step)).loss for step in range(steps)]
     if first:
         Path(result).write_text(json.dumps({"losses": losses, "errors": errors}))
+    wait_for_all()
     leave()
     end_rank()
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autopar import Mesh, collectives
-from autopar.runtime.groups import end_rank, join_mesh, leave
+from autopar.runtime.groups import end_rank, join_mesh, leave, wait_for_all
 from tests.runtime.processes import write_result
 
 SIZE = 2
@@ -143,5 +143,6 @@ if __name__ == "__main__":
     write_result(
         {**steps(*arguments), **losses(*arguments), **embeddings(*arguments[1:]), **attention(*arguments[1:])}
     )
+    wait_for_all()
     leave()
     end_rank()

@@ -28,7 +28,12 @@ TWO_CASES = [
     "llama/tp=2/recompute",
     "bert/fsdp=2/recompute",
 ]
-FOUR_CASES = [*cases(FOUR), "gpt2/dp=2,tp=2/micro", "llama/fsdp=2,tp=2/recompute"]
+FOUR_CASES = [
+    *cases(FOUR),
+    *(f"{kind}/tp=4/sequence" for kind in MODELS),
+    "gpt2/dp=2,tp=2/micro",
+    "llama/fsdp=2,tp=2/recompute",
+]
 
 
 @pytest.fixture(scope="module")
