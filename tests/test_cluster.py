@@ -18,13 +18,15 @@ from autopar.cluster import Cluster, Device, catalogue, load_cluster, load_devic
 from autopar.errors import ClusterError
 
 GPUS = ["v100", "a100-40g", "a100", "h100", "h100-pcie", "h200", "h800", "h20"]
-GPUS += ["b200", "b300", "gb200", "gb300", "l40s", "mi300x"]
+GPUS += ["b200", "b300", "gb200", "gb300", "l40s", "mi300x", "mi325x"]
+OTHERS = ["cpu", "gaudi2", "tpu-v3", "tpu-v4", "tpu-v5e", "tpu-v5p", "tpu-trillium"]
 BF16_TFLOPS = {"a100": 312, "h100": 989.5, "h200": 989.5, "h800": 989.5, "b200": 2250, "b300": 2250}
-BF16_TFLOPS |= {"gb200": 2450, "gb300": 2450, "v100": 125}
+BF16_TFLOPS |= {"gb200": 2450, "gb300": 2450, "v100": 125, "mi325x": 1307.4, "gaudi2": 432}
+BF16_TFLOPS |= {"tpu-v3": 123, "tpu-v4": 275, "tpu-v5e": 197, "tpu-v5p": 459, "tpu-trillium": 918}
 
 
 def test_catalogue_holds_every_device() -> None:
-    assert set(catalogue()) == {*GPUS, "cpu"}
+    assert set(catalogue()) == {*GPUS, *OTHERS}
 
 
 def _numbers(device: Device) -> Iterator[str]:
@@ -32,14 +34,14 @@ def _numbers(device: Device) -> Iterator[str]:
         yield name
     yield from ("devices_per_node", "peak_tflops")
     yield from (f"efficiency.{kind}" for kind in device.efficiency)
-    if device.price_per_hour is not None:
-        yield "price_per_hour"
+    optional = ("price_per_hour", "host_memory_bytes", "host_gbps")
+    yield from (name for name in optional if getattr(device, name) is not None)
     for link in device.links:
         for name in ("size", "gbps", "efficiency", "latency_s", "collective_latency_s"):
             yield f"links.{link.name}.{name}"
 
 
-@pytest.mark.parametrize("name", [*GPUS, "cpu"])
+@pytest.mark.parametrize("name", [*GPUS, *OTHERS])
 def test_every_number_has_a_source_and_every_source_a_number(name: str) -> None:
     device = load_device(name)
     assert set(device.sources) == set(_numbers(device))
@@ -86,6 +88,9 @@ def test_aliases_and_case() -> None:
         ("l40s:2", 1, 2, [2, 0]),
         ("cpu:4", 1, 4, [4, 0]),
         ("cpu:1", 1, 1, [1, 0]),
+        ("tpu-v5p:64x4", 64, 4, [8960, 0]),
+        ("tpu-v6e:512", 64, 8, [256, 0]),
+        ("gaudi2:2x8", 2, 8, [8, 0]),
     ],
 )
 def test_names(spec: str, nodes: int, per_node: int, sizes: list[int]) -> None:

@@ -54,6 +54,16 @@ def collective_s(cluster: Cluster, kind: str, size: int, stride: int, total_byte
     return fixed_s + s_per_byte * total_bytes
 
 
+def send_s(cluster: Cluster, distance: int, total_bytes: float) -> float:
+    """Seconds to send bytes from one device to the one `distance` ranks away, as pipeline stages do.
+
+    One hop over the outermost link that the pair crosses: latency_s + v / bytes_per_s. From pool to pool of a mixed
+    cluster that is the link that joins them, `cluster.links[-1]`.
+    """
+    link = group_levels(cluster.links, 2, distance)[-1].link
+    return link.latency_s + total_bytes / link.bytes_per_s
+
+
 @lru_cache(maxsize=16384)
 def fixed_and_rate(links: tuple[Link, ...], kind: str, size: int, stride: int) -> tuple[float, float]:
     """(seconds before the first byte, seconds per byte): time = collective latency + hops * latency + v / (bandwidth
@@ -70,7 +80,7 @@ def fixed_and_rate(links: tuple[Link, ...], kind: str, size: int, stride: int) -
     fixed_s = rate = 0.0
     for level in group_levels(links, size, stride):
         link, k = level.link, level.fan
-        bandwidth = link.gbps * 1e9 * link.efficiency
+        bandwidth = link.bytes_per_s
         hops = min(2 * (k - 1), 2 * math.ceil(math.log2(k))) if kind == "all_reduce" else k - 1
         latency_s = link.collective_latency_s + hops * link.latency_s
         if kind == "all_to_all":

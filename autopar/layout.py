@@ -1,0 +1,140 @@
+"""Layout: how one training step is laid out on a cluster, in the terms people use for it; torch-free.
+
+    Layout.parse("tp=8,pp=16,vpp=8,cp=1,dp=128,zero=1,mbs=1,recompute=none,precision=bf16")
+
+A Layout says nothing of the model or the cluster; `check` says whether it can run a workload on a cluster.
+Rank order, innermost first: tp, cp, dp, pp (Megatron's default); ep and etp are cut out of tp x cp x dp.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, replace
+
+from autopar.errors import UsageError
+
+PRECISIONS = ("fp32", "bf16", "fp8", "mxfp8", "nvfp4")
+RECOMPUTE = ("none", "selective", "full")
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zbv", "dualpipev")
+OFFLOAD = ("none", "optimizer", "activations", "all")
+_COUNTS = ("dp", "tp", "cp", "pp", "vpp", "ep", "etp", "mbs")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One layout. The world is dp * tp * cp * pp ranks.
+
+    dp         data-parallel replicas; tp: tensor; cp: context (sequence in attention); pp: pipeline stages
+    vpp        virtual stages (model chunks) per rank; 2 for zbv and dualpipev, whose chunks fold back
+    ep, etp    expert parallel and tensor parallel inside an expert: ep * etp divides dp * cp * tp
+    zero       0 replicated, 1 optimizer state split, 2 gradients too, 3 parameters too, over the data ranks
+    shard      of zero: ranks that hold one whole copy together (hybrid shard); 0 means all dp * cp
+    mbs        sequences of one micro-batch per data rank
+    recompute  none, selective (attention and the cheap ops around it) or full, of `recompute_layers` layers per
+               stage (None: all)
+    sp         whether norms and residuals are split over the sequence by tp
+    offload    what lies in host memory between its uses
+    cuts       layers per virtual stage in model order (pp * vpp numbers) where they are not as even as can be
+    """
+
+    dp: int = 1
+    tp: int = 1
+    cp: int = 1
+    pp: int = 1
+    vpp: int = 1
+    ep: int = 1
+    etp: int = 1
+    zero: int = 0
+    shard: int = 0
+    mbs: int = 1
+    recompute: str = "none"
+    recompute_layers: int | None = None
+    precision: str = "bf16"
+    schedule: str = "1f1b"
+    sp: bool = True
+    offload: str = "none"
+    cuts: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in _COUNTS:
+            if getattr(self, name) < 1:
+                raise UsageError(
+                    f"{name} is {getattr(self, name)}, expected 1 or more", where="layout", hint=f"{name}=1"
+                )
+        if self.zero not in (0, 1, 2, 3):
+            raise UsageError(f"zero is {self.zero}, expected 0, 1, 2 or 3", where="layout", hint="zero=1")
+        for name, known in (
+            ("precision", PRECISIONS),
+            ("recompute", RECOMPUTE),
+            ("schedule", SCHEDULES),
+            ("offload", OFFLOAD),
+        ):
+            if getattr(self, name) not in known:
+                raise UsageError(
+                    f"{name} is {getattr(self, name)!r}", where="layout", hint=f"one of {', '.join(known)}"
+                )
+        if self.cuts and len(self.cuts) != self.pp * self.vpp:
+            raise UsageError(
+                f"cuts has {len(self.cuts)} numbers, expected pp * vpp = {self.pp * self.vpp}", where="layout"
+            )
+
+    @property
+    def world(self) -> int:
+        return self.dp * self.tp * self.cp * self.pp
+
+    @property
+    def data_ranks(self) -> int:
+        """Ranks over which dense parameters are replicated or sharded by ZeRO."""
+        return self.dp * self.cp
+
+    def __str__(self) -> str:
+        """The text form; what has its default is left out, but for dp, tp, pp, zero, mbs, recompute and precision."""
+        always = {"dp", "tp", "pp", "zero", "mbs", "recompute", "precision"}
+        words = []
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.name not in always and value == field.default:
+                continue
+            if field.name == "cuts":
+                value = "/".join(map(str, value))
+            elif field.name == "sp":
+                value = int(value)
+            words.append(f"{field.name}={value}")
+        return ",".join(words)
+
+    @classmethod
+    def parse(cls, text: str) -> Layout:
+        """Read the text form. Raises UsageError for what it does not know."""
+        values: dict[str, object] = {}
+        known = {field.name: field for field in dataclasses.fields(cls)}
+        for word in filter(None, (part.strip() for part in text.split(","))):
+            name, equals, value = (part.strip() for part in word.partition("="))
+            if name not in known or not equals:
+                raise UsageError(
+                    f"{word!r} is no part of a layout",
+                    where="layout",
+                    hint=f"NAME=VALUE with {', '.join(known)}",
+                )
+            if name in values:
+                raise UsageError(f"{name} is given twice", where="layout", hint=f"one {name}=..")
+            values[name] = _value(name, value)
+        if values.get("vpp", 1) != 1 and "schedule" not in values:
+            values["schedule"] = "interleaved"
+        return cls(**values)  # type: ignore[arg-type]
+
+    def with_(self, **changes: object) -> Layout:
+        return replace(self, **changes)  # type: ignore[arg-type]
+
+
+def _value(name: str, text: str) -> object:
+    if name in ("precision", "recompute", "schedule", "offload"):
+        return text
+    try:
+        if name == "cuts":
+            return tuple(int(part) for part in text.split("/"))
+        if name == "recompute_layers" and text == "None":
+            return None
+        number = int(text)
+    except ValueError:
+        raise UsageError(f"{name}={text} is not a whole number", where="layout", hint=f"{name}=1") from None
+    return bool(number) if name == "sp" else number

@@ -1,0 +1,437 @@
+"""Workload: what one training step of a model computes, per token and layer, whatever its layout; torch-free.
+
+In:  a `TransformerShape` (the numbers of a config), or a captured Program (see `passes/describe.py`).
+Out: layers of ops with their sizes, from which the cost model prices any layout in closed form.
+
+    workload = TransformerShape(name="llama", layers=32, hidden=4096, heads=32, kv_heads=8, ffn=14336,
+                                vocab=128256).workload(seq=8192)
+    workload.parameters  ->  8030261248
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+# How tensor parallelism splits an op. "column"/"row": a matmul's outer or inner dim; "inner": everything inside a
+# tensor-parallel region (heads, ffn); "sequence": the sequence where `sp` is on, else nothing; "none": repeated.
+SPLITS = ("column", "row", "inner", "sequence", "none")
+
+
+@dataclass(frozen=True)
+class Matmul:
+    """[tokens, k] x [k, n]. `ways`: the most ranks tp can split it over evenly enough (0: any divisor of its dim).
+    `share`: matmul rows per token (topk for experts). `experts`: how many weights there are, 0 for a dense one.
+    `trained`: whether a weight gradient is made. `weight`: False for an activation-activation product."""
+
+    name: str
+    k: int
+    n: int
+    split: str
+    ways: int = 0
+    share: float = 1.0
+    experts: int = 0
+    bias: bool = False
+    trained: bool = True
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Softmax attention. `window`: keys a query sees at most (0: all before it, or all if not causal)."""
+
+    name: str
+    heads: int
+    kv_heads: int
+    qk_dim: int
+    v_dim: int
+    causal: bool = True
+    window: int = 0
+
+
+@dataclass(frozen=True)
+class Stream:
+    """A memory-bound op or group of ops that runs as one kernel: elements read and written per token, forward and
+    backward, and how tp splits it. `kind`: norm, rotary, activation, residual, dropout, softmax, router, scan, ...
+    `share` as for Matmul: rows per token. `kernels`: launches each way. `item`: bytes per element."""
+
+    name: str
+    kind: str
+    forward: float
+    backward: float
+    split: str
+    share: float = 1.0
+    kernels: int = 1
+    item: int = 2
+
+
+@dataclass(frozen=True)
+class Saved:
+    """Elements per token that a layer keeps for the backward. `split`: as tp splits the value. `item`: bytes per
+    element. `selective`: not kept under selective recompute. `square`: elements per token and key instead (the
+    scores that attention without a fused kernel keeps), times the sequence length. `expert`: of the rows that experts
+    work on; `matmul`: the result of a product."""
+
+    name: str
+    elements: float
+    split: str
+    item: float = 2.0
+    selective: bool = False
+    square: bool = False
+    share: float = 1.0
+    expert: bool = False
+    matmul: bool = False
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One kind of layer. `parameters`: (name, elements, split) of what is no matmul weight (norms, biases).
+    `hidden`: width of the residual stream, which is what tp and pp send. `regions`: tensor-parallel regions, each
+    with one gather before and one reduction after it (Megatron: attention and mlp)."""
+
+    name: str
+    hidden: int
+    ops: tuple[Matmul | Attention | Stream, ...]
+    saved: tuple[Saved, ...]
+    parameters: tuple[tuple[str, int, str], ...] = ()
+    regions: int = 2
+
+    @property
+    def expert_matmuls(self) -> tuple[Matmul, ...]:
+        return tuple(op for op in self.ops if isinstance(op, Matmul) and op.experts)
+
+    @property
+    def experts(self) -> int:
+        return max((op.experts for op in self.expert_matmuls), default=0)
+
+    @property
+    def topk(self) -> float:
+        return max((op.share for op in self.expert_matmuls), default=0.0)
+
+    @property
+    def expert_parameters(self) -> int:
+        return sum(op.experts * (op.k * op.n + (op.n if op.bias else 0)) for op in self.expert_matmuls)
+
+    @property
+    def dense_parameters(self) -> int:
+        weights = sum(
+            op.k * op.n + (op.n if op.bias else 0)
+            for op in self.ops
+            if isinstance(op, Matmul) and not op.experts and op.trained
+        )
+        return weights + sum(elements for _, elements, _ in self.parameters)
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A model as runs of equal layers, with its embedding in front and its head and loss behind.
+
+    `layers`: (Layer, how many) in model order. `seq`: tokens per sequence. `embedding`: elements of the input tables
+    (word and position); `head`: elements of the output projection (0 if there is none or, with `tied`, it is the
+    embedding's). `vocab`: columns of the logits (0: no language-model loss). `head_hidden`: width into the head.
+    `frozen`: parameters that are not trained (LoRA), as a share of all. `losses`: predictions per token, each with its
+    own logits. `largest_dims` for checks: heads, kv_heads.
+    """
+
+    name: str
+    layers: tuple[tuple[Layer, int], ...]
+    hidden: int
+    seq: int
+    vocab: int
+    embedding: int
+    head: int
+    tied: bool = False
+    heads: int = 0
+    kv_heads: int = 0
+    final_parameters: int = 0
+    frozen: float = 0.0
+    losses: int = 1
+    notes: tuple[str, ...] = field(default=(), compare=False)
+
+    @property
+    def depth(self) -> int:
+        return sum(count for _, count in self.layers)
+
+    @property
+    def experts(self) -> int:
+        return max((layer.experts for layer, _ in self.layers), default=0)
+
+    @property
+    def parameters(self) -> int:
+        inside = sum(
+            count * (layer.dense_parameters + layer.expert_parameters) for layer, count in self.layers
+        )
+        return inside + self.embedding + self.head + self.final_parameters
+
+    @property
+    def active_parameters(self) -> int:
+        """Parameters that one token meets."""
+        inside = 0.0
+        for layer, count in self.layers:
+            active = layer.expert_parameters * layer.topk / layer.experts if layer.experts else 0.0
+            inside += count * (layer.dense_parameters + active)
+        return int(inside) + self.embedding + self.head + self.final_parameters
+
+    def flops_per_token(self) -> float:
+        """Matmul and attention operations of forward and backward for one token, nothing recomputed."""
+        total = 2.0 * 3 * self.hidden * self.vocab
+        for layer, count in self.layers:
+            for op in layer.ops:
+                if isinstance(op, Matmul):
+                    total += count * 2.0 * op.k * op.n * op.share * (3 if op.trained else 2)
+                elif isinstance(op, Attention):
+                    total += count * 3 * attention_flops(op, self.seq)
+        return total
+
+    def at(self, seq: int) -> Workload:
+        """The same model at another sequence length."""
+        return replace(self, seq=seq)
+
+
+def attention_flops(op: Attention, seq: int) -> float:
+    """Forward operations per token: two products over the keys that a query sees."""
+    keys = seq / 2 if op.causal else float(seq)
+    if op.window and op.window < seq:
+        keys = op.window * (1 - op.window / (2 * seq)) if op.causal else float(op.window)
+    return 2.0 * op.heads * (op.qk_dim + op.v_dim) * keys
+
+
+@dataclass(frozen=True)
+class TransformerShape:
+    """The numbers of a decoder or encoder as configs and papers give them.
+
+    `ffn`: width of the dense mlp; `gated`: three matmuls instead of two; `expert_ffn`, `shared_ffn`: widths of one
+    routed expert and of all shared experts together; `dense_layers`: leading layers without experts; `moe_every`:
+    1 where every later layer has experts; `q_lora`, `kv_lora`, `rope_dim`, `head_dim` (without rope), `v_dim`: latent
+    attention (kv_lora > 0); `window`, `window_every`: all but each `window_every`-th layer see `window` keys;
+    `scan_layers`: layers with a state-space mixer instead of attention, `mlp_layers`: with an mlp or experts only
+    (hybrids whose layers hold one mixer each); `mtp`: extra one-layer prediction heads; `positions`: rows of a learned
+    position table; `norm`: "rms" or "layer"; `unfused_attention`: scores are kept in memory.
+    """
+
+    name: str
+    layers: int
+    hidden: int
+    heads: int
+    ffn: int
+    vocab: int
+    kv_heads: int = 0
+    head_dim: int = 0
+    gated: bool = True
+    bias: bool = False
+    tied: bool = False
+    norm: str = "rms"
+    dropout: bool = False
+    causal: bool = True
+    rotary: bool = True
+    positions: int = 0
+    experts: int = 0
+    topk: int = 0
+    expert_ffn: int = 0
+    shared_ffn: int = 0
+    dense_layers: int = 0
+    moe_every: int = 1
+    q_lora: int = 0
+    kv_lora: int = 0
+    rope_dim: int = 0
+    v_dim: int = 0
+    window: int = 0
+    window_every: int = 0
+    scan_layers: int = 0
+    attention_layers: int = 0
+    scan_state: int = 0
+    scan_heads: int = 0
+    scan_head_dim: int = 0
+    scan_groups: int = 0
+    mtp: int = 0
+    unfused_attention: bool = False
+    frozen: bool = False
+    lora_rank: int = 0
+
+    def workload(self, seq: int) -> Workload:
+        """The Workload of this shape at `seq` tokens per sequence, as fused kernels run it and keep it."""
+        kinds = self._kinds()
+        runs: list[tuple[Layer, int]] = []
+        built: dict[tuple[object, ...], Layer] = {}
+        for key in kinds:
+            layer = built.setdefault(key, self._layer(*key))
+            if runs and runs[-1][0] is layer:
+                runs[-1] = (layer, runs[-1][1] + 1)
+            else:
+                runs.append((layer, 1))
+        table = (self.vocab + self.positions) * self.hidden
+        return Workload(
+            name=self.name,
+            layers=tuple(runs),
+            hidden=self.hidden,
+            seq=seq,
+            vocab=self.vocab,
+            embedding=table,
+            head=0 if self.tied else self.vocab * self.hidden,
+            tied=self.tied,
+            heads=self.heads,
+            kv_heads=self.kv_heads or self.heads,
+            final_parameters=self.hidden * (2 if self.norm == "layer" else 1),
+            frozen=self.frozen_share(),
+            losses=1 + self.mtp,
+        )
+
+    def frozen_share(self) -> float:
+        """Share of the parameters that are not trained: all but the adapters (LoRA on the four attention products and
+        the mlp's, rank `lora_rank`)."""
+        if not self.frozen:
+            return 0.0
+        per_layer = 4 * 2 * self.hidden + (3 if self.gated else 2) * (self.hidden + self.ffn)
+        adapters = self.layers * self.lora_rank * per_layer
+        whole = replace(self, frozen=False).workload(1).parameters
+        return 1.0 - min(1.0, adapters / whole)
+
+    def _kinds(self) -> list[tuple[object, ...]]:
+        """(mixer, feed-forward, windowed) of each layer in order."""
+        kinds: list[tuple[object, ...]] = []
+        if self.scan_layers:  # hybrids hold one mixer per layer; a period keeps the order's grain
+            rest = self.layers - self.scan_layers - self.attention_layers
+            kinds += [("scan", "none", False)] * self.scan_layers
+            kinds += [("attention", "none", False)] * self.attention_layers
+            kinds += [("none", "moe" if self.experts else "mlp", False)] * rest
+            return _spread(kinds)
+        for index in range(self.layers + self.mtp):
+            moe = self.experts > 0 and index >= self.dense_layers
+            moe = moe and (index - self.dense_layers) % self.moe_every == self.moe_every - 1
+            wide = self.window_every > 0 and index % self.window_every == self.window_every - 1
+            kinds.append(("attention", "moe" if moe else "mlp", bool(self.window) and not wide))
+        return kinds
+
+    def _layer(self, mixer: str, feed: str, windowed: bool) -> Layer:
+        ops: list[Matmul | Attention | Stream] = []
+        saved: list[Saved] = []
+        parameters: list[tuple[str, int, str]] = []
+        h = self.hidden
+        regions = 0
+        if mixer == "attention":
+            self._norm("norm1", ops, saved, parameters)
+            self._attention(ops, saved, windowed)
+            self._residual("residual1", ops, saved)
+            regions += 1
+        elif mixer == "scan":
+            self._norm("norm1", ops, saved, parameters)
+            self._scan(ops, saved, parameters)
+            self._residual("residual1", ops, saved)
+            regions += 1
+        if feed != "none":
+            self._norm("norm2", ops, saved, parameters)
+            if feed == "moe":
+                self._experts(ops, saved)
+            else:
+                self._mlp("mlp", self.ffn, ops, saved)
+            self._residual("residual2", ops, saved)
+            regions += 1
+        name = "+".join(word for word in (mixer, feed) if word != "none") + (" window" if windowed else "")
+        return Layer(name, h, tuple(ops), tuple(saved), tuple(parameters), regions)
+
+    def _norm(self, name: str, ops: list, saved: list, parameters: list) -> None:  # type: ignore[type-arg]
+        h = self.hidden
+        ops.append(Stream(name, "norm", 2 * h, 3 * h, "sequence"))
+        saved.append(Saved(f"{name} input", h, "sequence"))
+        saved.append(Saved(f"{name} output", h, "sequence", selective=not self.unfused_attention))
+        parameters.append((name, h * (2 if self.norm == "layer" else 1), "none"))
+
+    def _residual(self, name: str, ops: list, saved: list) -> None:  # type: ignore[type-arg]
+        h = self.hidden
+        ops.append(Stream(name, "dropout" if self.dropout else "residual", 3 * h, 1.0 * h, "sequence"))
+        if self.dropout:
+            saved.append(Saved(f"{name} mask", h, "sequence", item=1.0))
+
+    def _matmul(self, name: str, k: int, n: int, split: str, ways: int = 0, **more: object) -> Matmul:
+        return Matmul(name, k, n, split, ways, bias=self.bias, trained=not self.frozen, **more)  # type: ignore[arg-type]
+
+    def _attention(self, ops: list, saved: list, windowed: bool) -> None:  # type: ignore[type-arg]
+        h, heads, kv = self.hidden, self.heads, self.kv_heads or self.heads
+        qk = self.head_dim or h // heads
+        v = self.v_dim or qk
+        if self.kv_lora:
+            nope, qk = qk, qk + self.rope_dim
+            if self.q_lora:
+                ops.append(self._matmul("q_down", h, self.q_lora, "none"))
+                ops.append(Stream("q_norm", "norm", 2 * self.q_lora, 3 * self.q_lora, "sequence"))
+                ops.append(self._matmul("q_up", self.q_lora, heads * qk, "column", heads))
+                saved.append(Saved("q latent", 2 * self.q_lora, "sequence"))
+            else:
+                ops.append(self._matmul("q", h, heads * qk, "column", heads))
+            ops.append(self._matmul("kv_down", h, self.kv_lora + self.rope_dim, "none"))
+            ops.append(Stream("kv_norm", "norm", 2 * self.kv_lora, 3 * self.kv_lora, "sequence"))
+            ops.append(self._matmul("kv_up", self.kv_lora, heads * (nope + v), "column", heads))
+            saved.append(Saved("kv latent", 2 * self.kv_lora, "sequence"))
+            kv = heads
+        else:
+            ops.append(self._matmul("qkv", h, heads * qk + kv * (qk + v), "column", heads))
+        if self.rotary:
+            ops.append(Stream("rotary", "rotary", 2 * (heads + kv) * qk, 2 * (heads + kv) * qk, "inner"))
+        ops.append(Attention("attention", heads, kv, qk, v, self.causal, self.window if windowed else 0))
+        ops.append(self._matmul("out", heads * v, h, "row", heads))
+        saved.append(Saved("q, k, v", heads * qk + kv * (qk + v), "inner", matmul=True))
+        saved.append(Saved("attention output", heads * v, "inner"))
+        if (
+            self.unfused_attention
+        ):  # softmax in 2 bytes, dropout's mask and result (Korthikanti et al. 2022, 5 a s / h)
+            per_key = 2.0 + (3.0 if self.dropout else 0.0)
+            saved.append(Saved("scores", heads, "inner", item=per_key, selective=True, square=True))
+        else:
+            saved.append(Saved("softmax sums", heads, "inner", item=4.0))
+            # fused kernels put the batch outside, products the sequence: both forms are kept
+            saved.append(Saved("attention output, transposed", heads * v, "inner", selective=True))
+
+    def _mlp(self, name: str, ffn: int, ops: list, saved: list) -> None:  # type: ignore[type-arg]
+        wide = 2 * ffn if self.gated else ffn
+        ops.append(self._matmul(f"{name}_up", self.hidden, wide, "column"))
+        ops.append(Stream(f"{name}_act", "activation", wide + ffn, 2 * wide + ffn, "inner"))
+        ops.append(self._matmul(f"{name}_down", ffn, self.hidden, "row"))
+        saved.append(Saved(f"{name} up", wide, "inner", matmul=True))
+        saved.append(Saved(f"{name} activation", ffn, "inner", selective=not self.unfused_attention))
+
+    def _experts(self, ops: list, saved: list) -> None:  # type: ignore[type-arg]
+        h, f, k = self.hidden, self.expert_ffn or self.ffn, float(self.topk)
+        wide = 2 * f if self.gated else f
+        ops.append(Matmul("router", h, self.experts, "none", trained=not self.frozen))
+        ops.append(Stream("route", "router", 4.0 * self.experts, 4.0 * self.experts, "sequence", kernels=6))
+        ops.append(Stream("dispatch", "permute", 2 * h, 2 * h, "none", share=k, kernels=3))
+        ops.append(self._matmul("expert_up", h, wide, "column", 0, share=k, experts=self.experts))
+        ops.append(Stream("expert_act", "activation", wide + f, 2 * wide + f, "inner", share=k))
+        ops.append(self._matmul("expert_down", f, h, "row", 0, share=k, experts=self.experts))
+        ops.append(Stream("combine", "permute", 2 * h, 2 * h, "none", share=k, kernels=3))
+        saved.append(Saved("router", 2.0 * self.experts, "sequence", item=4.0))
+        saved.append(Saved("expert input", h, "none", share=k, expert=True))
+        saved.append(Saved("expert up", wide, "inner", share=k, expert=True, matmul=True))
+        saved.append(Saved("expert activation", f, "inner", selective=True, share=k, expert=True))
+        saved.append(Saved("expert output", h, "none", share=k, expert=True))  # each is weighted by its probability
+        if self.shared_ffn:
+            self._mlp("shared", self.shared_ffn, ops, saved)
+
+    def _scan(self, ops: list, saved: list, parameters: list) -> None:  # type: ignore[type-arg]
+        """A Mamba-2 mixer (Dao and Gu 2024, section 7): one input product, a short convolution, the chunked scan, a
+        gated norm, one output product. The scan's products over chunks of 128 are counted as reads and writes."""
+        inner = self.scan_heads * self.scan_head_dim
+        state = self.scan_groups * self.scan_state
+        ops.append(
+            self._matmul(
+                "in", self.hidden, 2 * inner + 2 * state + self.scan_heads, "column", self.scan_heads
+            )
+        )
+        ops.append(Stream("conv", "scan", 2.0 * (inner + 2 * state), 3.0 * (inner + 2 * state), "inner"))
+        ops.append(Stream("scan", "scan", 6.0 * inner, 14.0 * inner, "inner", kernels=6))
+        ops.append(Stream("gate", "norm", 3.0 * inner, 5.0 * inner, "inner"))
+        ops.append(self._matmul("out", inner, self.hidden, "row", self.scan_heads))
+        saved.append(Saved("in", 2.0 * inner + 2 * state, "inner"))
+        saved.append(Saved("conv", 1.0 * (inner + 2 * state), "inner"))
+        saved.append(Saved("scan", 2.0 * inner, "inner"))
+        parameters.append(("scan", 4 * (inner + 2 * state) + 3 * self.scan_heads + inner, "inner"))
+
+
+def _spread(kinds: list[tuple[object, ...]]) -> list[tuple[object, ...]]:
+    """The kinds evenly interleaved, each in proportion to its count."""
+    counts = {kind: kinds.count(kind) for kind in dict.fromkeys(kinds)}
+    done = dict.fromkeys(counts, 0)
+    order = []
+    for index in range(1, len(kinds) + 1):
+        kind = max(counts, key=lambda kind: counts[kind] * index / len(kinds) - done[kind])
+        done[kind] += 1
+        order.append(kind)
+    return order

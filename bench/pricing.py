@@ -1,0 +1,107 @@
+"""Pricing: published runs at their own layouts, all runs of one workload on one kind of cluster at once.
+
+In:  Runs (published_rows.py). Out: Batches, one grid each; and what the simulator says of every run.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parent))
+from published_rows import Run
+
+from autopar.cluster import Cluster, Device, load_device
+from autopar.cost.estimate import Estimates, estimate
+from autopar.cost.grid import Grid
+from autopar.cost.software import changed, load_software, software_data, stack_of
+from autopar.errors import AutoparError
+from autopar.hardware import fitted
+from autopar.workload import Workload
+
+# What a row says of its machines where they differ from the device file: GB/s per device and direction.
+NETWORKS = {
+    "omnipath": 6.25,  # Jean Zay: 4 Omni-Path adapters of 100 Gb/s for 8 A100 (BLOOM chronicles)
+    "ethernet": 25.0,  # llm-foundry: 1600 Gb/s RoCE for 8 A100; InternEvo: 4 x 100 Gb/s says so in its notes
+    "efa": 25.0,
+}
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Runs of one workload on one kind of cluster with one software."""
+
+    runs: tuple[Run, ...]
+    places: tuple[int, ...]
+    workload: Workload
+    grid: Grid
+    cluster: Cluster
+    stack: str
+    options: frozenset[str]
+    sequences: Any
+
+    def price(
+        self, software: Mapping[str, Any] | None = None, devices: Mapping[str, Any] | None = None
+    ) -> Estimates:
+        """`software`, `devices`: constants other than those that ship."""
+        stack = changed(load_software(self.stack, software), self.options, software)
+        return estimate(self.workload, self.grid, self.cluster, stack, self.sequences, devices)
+
+
+def batches(runs: Sequence[Run]) -> tuple[list[Batch], list[tuple[str, str]]]:
+    """(the runs in batches, what no batch takes and why)."""
+    found: dict[Any, list[int]] = defaultdict(list)
+    refused = []
+    clusters: dict[Any, Cluster] = {}
+    for place, run in enumerate(runs):
+        about = run.options & (MACHINE | software_data()["option"].keys())
+        machine = (run.device, run.per_node, about & MACHINE)
+        try:
+            if machine not in clusters:
+                clusters[machine] = cluster_of(run)
+        except AutoparError as error:
+            refused.append((run.id, str(error)))
+            continue
+        stack = stack_of(run.framework, run.year)
+        found[replace(run.shape, name=""), run.seq, machine, stack, about].append(place)
+    out = []
+    for (shape, seq, machine, stack, about), places in found.items():
+        chosen = tuple(runs[place] for place in places)
+        out.append(
+            Batch(
+                chosen,
+                tuple(places),
+                shape.workload(seq),
+                Grid.of([run.layout for run in chosen]),
+                clusters[machine],
+                stack,
+                about,
+                np.array([float(run.batch) for run in chosen]),
+            )
+        )
+    return out, refused
+
+
+MACHINE = frozenset({*NETWORKS, "hbm2e", "power-limited", "nvlink-400", "dgx-2h"})
+
+
+def cluster_of(run: Run) -> Cluster:
+    """The machines of a run. The number of nodes says nothing here, so it is as small as holds the run."""
+    device: Device = load_device(run.device)
+    links = fitted(device.links, device.devices_per_node, min(run.per_node, device.devices_per_node))
+    for name, gbps in NETWORKS.items():
+        if name in run.options and len(links) > 1 and links[-1].gbps > gbps:
+            links = (*links[:-1], replace(links[-1], gbps=gbps))
+    if "nvlink-400" in run.options:
+        links = tuple(replace(one, gbps=200.0) if one.name == "nvlink" else one for one in links)
+    if "hbm2e" in run.options and run.device == "h100":
+        device = replace(device, memory_gbps=2400.0)
+    per_node = min(run.per_node, device.devices_per_node)
+    return Cluster(device.name, device, max(1, -(-run.gpus // per_node)), per_node, links)
+
