@@ -21,12 +21,18 @@ import torch
 from torch import Tensor, nn
 
 from autopar.cluster import Cluster, load_cluster
+from autopar.cost.software import default_software, load_software
 from autopar.errors import ModelError, PlanError, ShardingError, UsageError
+from autopar.layout import Layout
+from autopar.layout_check import filled
 from autopar.mesh import Mesh
 from autopar.models.model_source import ModelSource
 from autopar.models.source import find_model
 from autopar.passes.axes import name_axes
 from autopar.passes.capture import capture
+from autopar.passes.decisions import is_decision, parse_decisions
+from autopar.passes.describe import describe
+from autopar.passes.layout_plan import layout_words, plan_layout
 from autopar.passes.lower import RankProgram, lower
 from autopar.passes.placement import solve
 from autopar.passes.problem import build_problem
@@ -34,6 +40,7 @@ from autopar.passes.propagate import check_fixed, parse_constraint, propagate
 from autopar.passes.restore import solution_of
 from autopar.passes.search import search
 from autopar.plans import Plan, fingerprint
+from autopar.pricing_page import Pricing, price_layout
 from autopar.problem import Problem
 from autopar.program import Program
 from autopar.runtime.checkpoint import load_checkpoint, read_about, save_checkpoint
@@ -42,12 +49,14 @@ from autopar.runtime.groups import join_mesh
 from autopar.runtime.model import RankModel
 from autopar.runtime.store import ParameterStore
 from autopar.runtime.trainer import StepResult, Trainer
+from autopar.workload import Workload
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 Progress = Callable[[str], None]
 
+SPACES = ("runtime", "all")
 DTYPES: Mapping[str, torch.dtype | None] = {"fp32": None, "bf16": torch.bfloat16}
 
 
@@ -63,6 +72,9 @@ def plan(
     micro_batches: int | None = None,
     recompute: str | None = None,
     precision: str | None = None,
+    forbid: Sequence[str] = (),
+    space: str | None = None,
+    objective: str = "time",
     dump: str | Path | None = None,
     progress: Progress | None = None,
 ) -> Plan:
@@ -72,9 +84,13 @@ def plan(
     cluster        `h100:64x8`, `cpu:4`, `local`, a YAML file or a Cluster
     batch, seq     sequences per step over the whole cluster, and tokens per sequence (default: the example's,
                    else 8 and 128)
-    fix            constraints: `heads=tp`, `model.layers.*.mlp.up_proj.weight=[_@tp, _]`
+    fix, forbid    constraints: `tp=8`, `pp<=4`, `schedule=1f1b` (any field of a Layout); in `fix` also
+                   `heads=tp`, `model.layers.*.mlp.up_proj.weight=[_@tp, _]`
     mesh           sizes to use instead of searching: `dp=2,fsdp=1,tp=2`
-    micro_batches, recompute ("none", "full"), precision ("fp32", "bf16"; default fp32 on cpu, else bf16)
+    micro_batches, recompute, precision (default fp32 on cpu, else bf16; `bf16|fp8` lets the planner choose)
+    space          "runtime": what this version's runtime runs (data, fsdp and tensor parallel); "all": every layout
+                   (pipeline, context and expert parallel, ZeRO 1-2, schedules, ...); default runtime on cpu, else all
+    objective      "time", or "memory" for the leanest plan (space "all")
     dump           a folder that gets the Program as text after every pass
     progress       called with a line as each pass starts
 
@@ -85,38 +101,130 @@ def plan(
     where = load_cluster(cluster)
     form = _form(source, example_inputs, batch, seq)
     chosen = precision or ("fp32" if where.device.name == "cpu" else "bf16")
-    if chosen not in DTYPES:
+    which = space or ("runtime" if where.device.name == "cpu" else "all")
+    if which not in SPACES:
+        raise UsageError(f"unknown space {which!r}", where="space", hint=f"one of {', '.join(SPACES)}")
+    decisions = [text for text in fix if is_decision(text)]
+    words = [text for text in fix if not is_decision(text)]
+    captured = chosen.split("|")[0]
+    if which == "all":
+        captured = "fp32" if captured == "fp32" else "bf16"
+    if captured not in DTYPES:
         raise UsageError(f"unknown precision {chosen!r}", hint=f"one of {', '.join(DTYPES)}")
-    constraints = [parse_constraint(text) for text in fix]
-    fixed_mesh = _mesh(mesh, where.device_count)
-    prepared = _prepare(source, form, chosen, tell, dump=dump)
+    constraints = [parse_constraint(text) for text in words]
+    if which == "runtime":
+        refused = [*decisions, *forbid, *(["objective"] if objective != "time" else [])]
+        if refused:
+            raise UsageError(
+                f"{refused[0]!r} is a decision of the whole space",
+                where="fix",
+                hint="space='all', or mesh='tp=..'",
+            )
+        fixed_mesh = _mesh(mesh, where.device_count)
+    else:
+        decisions += layout_words(mesh, micro_batches, recompute, chosen, form.batch, where.device_count)
+        wanted = parse_decisions(decisions, forbid)
+    prepared = _prepare(source, form, captured, tell, dump=dump)
     tell("propagating constraints")
     problem, notes = propagate(prepared.problem, prepared.program, constraints)
-    if fixed_mesh is not None:
-        check_fixed(problem, fixed_mesh, fix)
     if dump is not None:
         _dump(Path(dump), "problem", str(problem))
-    tell("searching")
-    found = search(
-        prepared.program,
-        problem,
-        where,
-        batch=form.batch,
-        seq=form.seq,
-        precision=chosen,
-        mesh=fixed_mesh,
-        micro_batches=micro_batches,
-        recompute=recompute,
-        constraints=tuple(fix),
-        task=source.task,
-        progress=progress,
-    )
+    if which == "all":
+        tell("searching layouts")
+        found = plan_layout(
+            prepared.program, problem, where, batch=form.batch, decisions=wanted, objective=objective,
+            task=source.task, shardings=words, constraints=(*fix, *(f"not {text}" for text in forbid)), progress=tell,
+        )  # fmt: skip
+    else:
+        if fixed_mesh is not None:
+            check_fixed(problem, fixed_mesh, words)
+        tell("searching")
+        found = search(
+            prepared.program,
+            problem,
+            where,
+            batch=form.batch,
+            seq=form.seq,
+            precision=captured,
+            mesh=fixed_mesh,
+            micro_batches=micro_batches,
+            recompute=recompute,
+            constraints=tuple(fix),
+            task=source.task,
+            progress=progress,
+        )
     found = found.model_copy(update={"notes": (*found.notes, *prepared.program.notes, *notes[:20])})
     if dump is not None:
-        rank_program = _lower(source, form, found, tell)
-        _dump(Path(dump), "lowered", str(rank_program))
+        if found.why_not_run() is None:
+            rank_program = _lower(source, form, found, tell)
+            _dump(Path(dump), "lowered", str(rank_program))
         _dump(Path(dump), "plan", found.to_json())
     return found
+
+
+def estimate(
+    model: str | nn.Module | PretrainedConfig | ModelSource | Plan | Workload,
+    cluster: str | Path | Cluster | None = None,
+    *,
+    layout: str | Layout | None = None,
+    batch: int | None = None,
+    seq: int | None = None,
+    software: str | None = None,
+    measured_s: float | None = None,
+    progress: Progress | None = None,
+) -> Pricing:
+    """What one step of `model` takes in one layout, itemised: time, memory, pipeline, traffic; nothing is searched.
+
+    model      as for `plan`; or a Plan (or the path of one, *.json), whose cluster, batch, layout and software are
+               taken where they are not given; or a Workload
+    layout     `tp=8,pp=16,vpp=8,zero=1,mbs=1,recompute=none,precision=bf16`; dp left out is filled in
+    software   a stack of autopar/cost/software.toml (default: the newest one for the device)
+    measured_s a step time to print beside the predicted one
+
+    Raises UsageError for a layout that cannot run, and says what would. Prints as a page: `print(found.page())`.
+    """
+    tell = progress or (lambda _: None)
+    if isinstance(model, str) and model.endswith(".json"):
+        model = Plan.load(model)
+    if isinstance(model, Plan):
+        cluster = model.parsed_cluster if cluster is None else cluster
+        batch, layout = batch or model.data.batch, layout or str(model.parsed_layout)
+        software = software or model.software
+        model = model.parsed_workload
+    if cluster is None or layout is None:
+        raise UsageError(
+            f"estimate needs a {'cluster' if cluster is None else 'layout'}",
+            hint="layout='tp=8,pp=4,zero=1,mbs=1' (dp is what the cluster leaves)"
+            if layout is None
+            else "cluster='h100:8x8'",
+        )
+    where = load_cluster(cluster)
+    stack = load_software(software) if software is not None else default_software(where.device.name)
+    chosen = filled(layout, where)
+    if isinstance(model, Workload):
+        workload = model if seq is None else model.at(seq)
+    else:
+        source = _source(model)
+        form = _form(source, None, batch, seq)
+        captured = "fp32" if chosen.precision == "fp32" else "bf16"
+        prepared = _prepare(source, form, captured, tell)
+        workload = describe(prepared.program, prepared.problem)
+    return price_layout(workload, where, chosen, batch or 8, software=stack, measured_s=measured_s)
+
+
+def describe_model(
+    model: str | nn.Module | PretrainedConfig | ModelSource,
+    *,
+    batch: int | None = None,
+    seq: int | None = None,
+    precision: str = "bf16",
+    progress: Progress | None = None,
+) -> Workload:
+    """The model as the cost model sees it, captured once; what follows from it needs no model and no torch."""
+    source = _source(model)
+    captured = "fp32" if precision == "fp32" else "bf16"
+    prepared = _prepare(source, _form(source, None, batch, seq), captured, progress or (lambda _: None))
+    return describe(prepared.program, prepared.problem)
 
 
 def load_plan(path: str | Path) -> Plan:
@@ -147,7 +255,8 @@ def compile(
             )
         from autopar.api import plan as make_plan
 
-        chosen = make_plan(source, cluster, example_inputs=example_inputs, progress=progress, **options)
+        runs = {"space": "runtime", **options}
+        chosen = make_plan(source, cluster, example_inputs=example_inputs, progress=progress, **runs)
     else:
         chosen = plan if isinstance(plan, Plan) else Plan.load(plan)
     form = _form(source, example_inputs, chosen.data.batch, chosen.data.seq)
@@ -431,6 +540,13 @@ def _passes(program: Program, tell: Progress, dump: Path | None) -> _Prepared:
 
 def _lower(source: ModelSource, form: _Form, plan: Plan, tell: Progress) -> RankProgram:
     """The rank program of a plan; checks that the plan is for this model."""
+    unable = plan.why_not_run()
+    if unable is not None:
+        raise PlanError(
+            f"this plan has {unable}, which the runtime of this version does not run",
+            where="plan.layout",
+            hint="space='runtime' (--space runtime) plans with what it runs",
+        )
     mesh = plan.parsed_mesh
     micro = _Form(
         form.of_batch(form.batch // plan.data.micro_batches), form.batch // plan.data.micro_batches, form.seq

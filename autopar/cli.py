@@ -1,6 +1,7 @@
 """The `autopar` command.
 
     autopar plan llama-3.1-405b --cluster h100:2048x8 --batch 2048 --seq 8192 -o plan.json
+    autopar estimate llama-3.1-405b --cluster h100:2048x8 --batch 2048 --seq 8192 --layout tp=8,pp=16,zero=1
     autopar train MODEL --cluster cpu:4 --steps 30
     autopar generate MODEL "The capital of France is" --processes 2
 
@@ -11,6 +12,7 @@ codes: 0 done; 2 the request cannot be understood; 3 cluster; 4 model; 5 shardin
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import tempfile
@@ -25,7 +27,7 @@ import typer
 from autopar.errors import AutoparError, UsageError
 
 if TYPE_CHECKING:
-    pass
+    from autopar.plans import Plan
 
 app = typer.Typer(
     help="Finds the fastest parallel plan for a PyTorch model on a cluster, and runs it.",
@@ -48,7 +50,18 @@ BatchOption = Annotated[int, typer.Option("--batch", min=1, help="sequences per 
 SeqOption = Annotated[int, typer.Option("--seq", min=1, help="tokens per sequence")]
 FixOption = Annotated[
     list[str] | None,
-    typer.Option("--fix", help="a constraint, such as heads=tp or 'model.layers.*.up_proj.weight=[_@tp, _]'"),
+    typer.Option(
+        "--fix", help="a constraint, such as tp=8, heads=tp or 'model.layers.*.up_proj.weight=[_@tp, _]'"
+    ),
+]
+ForbidOption = Annotated[
+    list[str] | None, typer.Option("--forbid", help="a decision to leave out, such as tp=8 or schedule=zbv")
+]
+SpaceOption = Annotated[
+    str | None,
+    typer.Option(
+        "--space", help="runtime: what autopar train runs; all: every layout (default: runtime on cpu)"
+    ),
 ]
 MeshOption = Annotated[
     str | None, typer.Option("--mesh", help="sizes to use instead of searching: dp=2,fsdp=1,tp=2")
@@ -56,9 +69,19 @@ MeshOption = Annotated[
 MicroOption = Annotated[
     int | None, typer.Option("--micro-batches", min=1, help="gradient accumulation steps (default: searched)")
 ]
-RecomputeOption = Annotated[str | None, typer.Option("--recompute", help="none or full (default: searched)")]
+RecomputeOption = Annotated[
+    str | None, typer.Option("--recompute", help="none, selective or full (default: searched)")
+]
 PrecisionOption = Annotated[
-    str | None, typer.Option("--precision", help="fp32 or bf16 (default: fp32 on cpu, else bf16)")
+    str | None,
+    typer.Option(
+        "--precision",
+        help="fp32, bf16, fp8, mxfp8, nvfp4, or a choice bf16|fp8 (default: fp32 on cpu, else bf16)",
+    ),
+]
+TokensOption = Annotated[
+    float | None,
+    typer.Option("--tokens", help="tokens of the whole run, such as 15e12: adds days, cost, failures, goodput"),
 ]
 JsonOption = Annotated[
     bool, typer.Option("--json", help="JSON on standard output, everything else on standard error")
@@ -77,10 +100,16 @@ def plan(
     micro_batches: MicroOption = None,
     recompute: RecomputeOption = None,
     precision: PrecisionOption = None,
+    forbid: ForbidOption = None,
+    space: SpaceOption = None,
+    objective: Annotated[
+        str, typer.Option("--objective", help="time, or memory for the leanest plan")
+    ] = "time",
     output: Annotated[Path | None, typer.Option("--output", "-o", help="write the plan to this file")] = None,
     dump: Annotated[
         Path | None, typer.Option("--dump", help="a folder that gets the program as text after every pass")
     ] = None,
+    tokens: TokensOption = None,
     as_json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
@@ -98,14 +127,183 @@ def plan(
             micro_batches=micro_batches,
             recompute=recompute,
             precision=precision,
+            forbid=forbid or (),
+            space=space,
+            objective=objective,
             dump=dump,
             progress=tell,
         )
     if output is not None:
         found.save(output)
-    print(found.to_json() if as_json else found.page())
+    if tokens is None:
+        print(found.to_json() if as_json else found.page())
+    else:
+        _print_with_budget(found, tokens, as_json)
     if output is not None and not quiet:
         print(f"plan written to {output}", file=sys.stderr)
+
+
+@app.command()
+def estimate(
+    model: Annotated[
+        str, typer.Argument(help="as for plan; or a plan file (*.json), which has all the rest", metavar="MODEL")
+    ],
+    cluster: Annotated[
+        str | None, typer.Option("--cluster", "-c", help="as for plan (default: the plan's, else local)")
+    ] = None,
+    layout: Annotated[
+        str | None,
+        typer.Option(
+            "--layout",
+            help="tp=8,pp=16,vpp=8,zero=1,mbs=1,recompute=none,precision=bf16; dp left out is filled in",
+        ),
+    ] = None,
+    batch: Annotated[
+        int | None, typer.Option("--batch", min=1, help="sequences per step (default: the plan's, else 8)")
+    ] = None,
+    seq: Annotated[
+        int | None, typer.Option("--seq", min=1, help="tokens per sequence (default: the plan's, else 128)")
+    ] = None,
+    software: Annotated[
+        str | None, typer.Option("--software", help="the training stack (default: the newest for the device)")
+    ] = None,
+    measured: Annotated[
+        str | None, typer.Option("--measured", help="a measured step time to compare with: 7.1s, 350ms")
+    ] = None,
+    as_json: JsonOption = False,
+    quiet: QuietOption = False,
+) -> None:
+    """Price one layout of MODEL on a cluster, itemised; nothing is searched."""
+    from autopar import api
+    from autopar.pricing_page import seconds_of
+
+    with _results(), _progress(quiet) as tell:
+        found = api.estimate(
+            model,
+            cluster if cluster is not None or model.endswith(".json") else "local",
+            layout=layout,
+            batch=batch,
+            seq=seq,
+            software=software,
+            measured_s=None if measured is None else seconds_of(measured),
+            progress=tell,
+        )
+    print(json.dumps(found.to_dict(), indent=1) if as_json else found.page())
+
+
+def _print_with_budget(found: Plan, tokens: float, as_json: bool) -> None:
+    """A plan, and what `tokens` take with it."""
+    from autopar.budget import budget_data, budget_lines, plan_budget
+
+    budget = plan_budget(found, tokens)
+    if as_json:
+        print(json.dumps({**json.loads(found.to_json()), "budget": budget_data(budget)}, indent=1))
+    else:
+        print("\n".join([found.page(), "", *budget_lines(budget, found.parsed_cluster)]))
+
+
+@app.command()
+def budget(
+    model: ModelArgument,
+    tokens: Annotated[float, typer.Option("--tokens", help="tokens of the whole run, such as 15e12")],
+    clusters: Annotated[
+        str | None, typer.Option("--clusters", help="clusters to compare: h100:8x8,h100:64x8,my.yaml")
+    ] = None,
+    device: Annotated[
+        list[str] | None,
+        typer.Option("--device", help="compare 1, 2, 4, ... nodes of it (default: h100, without --clusters)"),
+    ] = None,
+    max_devices: Annotated[int, typer.Option("--max-devices", min=1, help="of --device, at most")] = 4096,
+    batch: BatchOption = 1024,
+    seq: SeqOption = 4096,
+    max_cost: Annotated[
+        float | None, typer.Option("--max-cost", help="the most the run may cost, in the currency of the prices")
+    ] = None,
+    deadline: Annotated[
+        str | None, typer.Option("--deadline", help="the longest it may take: 30d, 36h, 6w")
+    ] = None,
+    price: Annotated[
+        list[str] | None, typer.Option("--price", help="of a device hour: h100=2.5 (default: the cluster file's)")
+    ] = None,
+    currency: Annotated[
+        str | None, typer.Option("--currency", help="of --price (default: the cluster file's, else USD)")
+    ] = None,
+    fix: FixOption = None,
+    forbid: ForbidOption = None,
+    precision: PrecisionOption = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="write the picture to this file (.svg)")
+    ] = None,
+    as_json: JsonOption = False,
+    quiet: QuietOption = False,
+) -> None:
+    """Search clusters of many sizes for MODEL: time, cost, and which one meets a deadline or a cost.
+
+    Exit code 6 where none meets the limits; the page then says what comes nearest.
+    """
+    from autopar import api
+    from autopar import budget as offers
+
+    limits = offers.Limits(None if deadline is None else offers.parse_days(deadline), max_cost)
+    names = [name.strip() for name in clusters.split(",")] if clusters else []
+    offered = offers.offered_clusters(
+        names, devices=device or ([] if names else ["h100"]), max_devices=max_devices
+    )
+    prices = offers.parse_prices(price or ())
+    offered = [offers.with_prices(cluster, prices, currency) for cluster in offered]
+    decisions, precisions = offers.asked(offered, limits, fix or (), forbid or (), precision)
+    with _results(), _progress(quiet) as tell:
+        workload = api.describe_model(model, batch=batch, seq=seq, precision=precisions[0], progress=tell)
+        market = offers.market_of(
+            workload, offered, limits, batch=batch, tokens=tokens, decisions=decisions, precisions=precisions,
+            refine=not names, progress=tell,
+        )  # fmt: skip
+    print(json.dumps(market.data(), indent=1) if as_json else "\n".join(market.lines()))
+    if output is not None:
+        from autopar.budget_picture import frontier_svg
+
+        _write(output, frontier_svg(market), quiet)
+    if not market.answers:
+        raise typer.Exit(6)
+
+
+@app.command()
+def report(
+    plan_file: Annotated[Path, typer.Argument(metavar="PLAN", help="a plan file")],
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="the page, one file that needs no other")
+    ] = Path("plan.html"),
+    trace: Annotated[
+        Path | None,
+        typer.Option("--trace", help="also write the predicted step as a trace (ui.perfetto.dev reads it)"),
+    ] = None,
+    tokens: TokensOption = None,
+    quiet: QuietOption = False,
+) -> None:
+    """Draw a plan: timeline, memory, times, mesh on the network, shardings, alternatives."""
+    from autopar.budget import budget_lines, plan_budget
+    from autopar.plans import Plan
+    from autopar.report import report_html
+    from autopar.report_trace import trace_json
+
+    found = Plan.load(plan_file)
+    lines = [] if tokens is None else budget_lines(plan_budget(found, tokens), found.parsed_cluster)[1:]
+    page = report_html(found, budget=lines)
+    events = None if trace is None else trace_json(found)
+    _write(output, page, quiet)
+    if trace is not None and events is not None:
+        _write(trace, events, quiet)
+
+
+def _write(path: Path, text: str, quiet: bool) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UsageError(
+            f"cannot write {path}: {error.strerror}", where=str(path), hint="a path in a folder that exists"
+        ) from None
+    if not quiet:
+        print(f"written to {path}", file=sys.stderr)
 
 
 @app.command()
@@ -193,6 +391,7 @@ def train(
                 micro_batches=micro_batches,
                 recompute=recompute,
                 precision=precision,
+                space="runtime",
                 progress=tell,
             )
     else:

@@ -6,6 +6,10 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from autopar.errors import UsageError
+from autopar.layout import Layout
+from autopar.layout_page import differences, layout_lines, wrapped
+
 if TYPE_CHECKING:
     from autopar.plans import BlockPart, Plan
 
@@ -23,16 +27,21 @@ def _lines(plan: Plan) -> Iterator[str]:
     yield f"model     {plan.model.name}, {plan.model.parameters:,} parameters, {plan.model.task}"
     yield f"cluster   {_cluster_line(plan)}"
     yield f"mesh      {plan.mesh}   (outermost first; neighbours along tp are neighbours in rank)"
-    yield f"stages    1: pipeline not used; ZeRO {plan.zero}; recompute {plan.recompute}; {plan.precision}"
-    micro = f"{data.micro_batches} micro-batch{'es' * (data.micro_batches > 1)}"
-    yield f"batch     {data.batch} sequences of {data.seq} per step, {micro}, {local} at a time on each data rank"
+    if plan.layout is not None:
+        yield from _layout_lines(plan)
+    else:
+        yield f"stages    1: pipeline not used; ZeRO {plan.zero}; recompute {plan.recompute}; {plan.precision}"
+        micro = f"{data.micro_batches} micro-batch{'es' * (data.micro_batches > 1)}"
+        yield f"batch     {data.batch} sequences of {data.seq} per step, {micro}, {local} at a time on each data rank"
     yield "axes      " + (
         ", ".join(f"{name} -> {'.'.join(axes)}" for name, axes in plan.axes.items()) or "nothing is split"
     )
     yield ""
     rate = f"{predicted.tokens_per_s:,.0f} tokens/s, MFU {100 * predicted.mfu:.1f} %"
     yield f"step      {_seconds(predicted.step_time_s)}, {rate}"
-    if predicted.bound_s is not None and predicted.bound_s > 0:
+    if predicted.searched:
+        yield from _certificate(plan)
+    elif predicted.bound_s is not None and predicted.bound_s > 0:
         above = 100 * (predicted.step_time_s / predicted.bound_s - 1)
         yield f"bound     no plan searched can take less than {_seconds(predicted.bound_s)}: within {above:.1f} %"
     yield from _table(
@@ -45,6 +54,8 @@ def _lines(plan: Plan) -> Iterator[str]:
         f"{_gib(predicted.memory_limit_bytes)}"
     )
     yield from _table([(kind, _gib(size)) for kind, size in predicted.memory_bytes.items() if size > 0])
+    if predicted.moments:
+        yield from wrapped("moments", ", ".join(f"{name} {_gib(size)}" for name, size in predicted.moments.items()))
     yield ""
     yield "blocks"
     for name, block in plan.blocks.items():
@@ -62,6 +73,28 @@ def _lines(plan: Plan) -> Iterator[str]:
             yield from (f"  {line}" for line in lines[:_SHOWN])
             if len(lines) > _SHOWN:
                 yield f"  and {len(lines) - _SHOWN} more"
+
+
+def _layout_lines(plan: Plan) -> Iterator[str]:
+    layout = plan.parsed_layout
+    experts = plan.parsed_workload.experts if plan.workload is not None else 0
+    yield from wrapped("layout", str(layout.with_(cuts=())))
+    for title, text in layout_lines(layout, batch=plan.data.batch, seq=plan.data.seq, experts=experts):
+        yield from wrapped(title, text)
+
+
+def _certificate(plan: Plan) -> Iterator[str]:
+    """What the search proves: how near the best of all layouts of the space."""
+    predicted = plan.predicted
+    searched = predicted.searched
+    priced, simulated = searched.get("layouts", 0), searched.get("simulated", 0)
+    of = f"the best of {priced:,} layouts priced, {simulated:,} simulated"
+    if not predicted.bound_s:
+        yield f"proof     none; {of}"
+        return
+    above = 100 * max(0.0, predicted.step_time_s / predicted.bound_s - 1)
+    yield f"proof     within {above:.1f} % of {of}"
+    yield f"          no layout of the space that fits takes less than {_seconds(predicted.bound_s)}"
 
 
 def _cluster_line(plan: Plan) -> str:
@@ -99,6 +132,13 @@ def _alternatives(plan: Plan) -> Iterator[str]:
             continue
         yield ""
         yield title
+        if plan.layout is not None:
+            chosen = plan.parsed_layout
+            yield from _table([("step", "memory", "why", "other than the chosen layout"), *(
+                (_seconds(o.step_time_s), _gib(o.memory_total_bytes), o.reason, _other(chosen, o.mesh))
+                for o in rows[:_SHOWN]
+            )])  # fmt: skip
+            continue
         header = ("mesh", "micro", "recompute", "step", "memory", "why")
         body = [
             (
@@ -112,6 +152,14 @@ def _alternatives(plan: Plan) -> Iterator[str]:
             for o in rows[:_SHOWN]
         ]
         yield from _table([header, *body])
+
+
+def _other(chosen: Layout, text: str) -> str:
+    """An alternative as its differences from the chosen layout."""
+    try:
+        return differences(chosen, Layout.parse(text)) or "its details"
+    except UsageError:
+        return text
 
 
 def _table(rows: Sequence[Sequence[str]]) -> Iterator[str]:

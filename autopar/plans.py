@@ -20,13 +20,23 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from autopar.cluster import Cluster
-from autopar.errors import AutoparError, ClusterError, PlanError, ShardingError
+from autopar.errors import AutoparError, ClusterError, PlanError, ShardingError, UsageError
+from autopar.layout import Layout
+from autopar.layout_check import check
 from autopar.mesh import Mesh
 from autopar.program import Program, op_name
 from autopar.sharding import Sharding
+from autopar.workload import Workload
 
 VERSION = 1
-MESH_AXES = ("dp", "fsdp", "tp")
+MESH_AXES = ("dp", "fsdp", "tp")  # what the runtime of this version runs
+ALL_AXES = (
+    "pp",
+    "dp",
+    "fsdp",
+    "cp",
+    "tp",
+)  # of a plan with a layout; ep and etp are cut out of dp, cp and tp
 _MAX_BYTES = 256 * 2**20  # larger files are no plans
 
 
@@ -43,6 +53,7 @@ _Seconds = Annotated[
 ]
 _Fraction = _Seconds
 _Bytes = _Count
+_Recompute = Literal["none", "selective", "full"]
 _Text = Annotated[str, Field(max_length=100_000)]
 _Tuple = BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)
 
@@ -75,7 +86,9 @@ class BlockPart(_Part):
 
 
 class PredictedPart(_Part):
-    """What the cost model says of one step; memory is of one rank. `bound_s`: no plan of the searched space is faster."""
+    """What the cost model says of one step; memory is of one rank. `bound_s`: no plan of the searched space is faster.
+    `searched`: how much of the space was bounded, priced and simulated. `frontier`: (seconds, bytes) of the layouts
+    that no other beats in both. `moments`: bytes of the fullest rank at each moment of a step."""
 
     step_time_s: _Seconds
     tokens_per_s: _Seconds
@@ -85,14 +98,16 @@ class PredictedPart(_Part):
     memory_total_bytes: _Bytes
     memory_limit_bytes: _Bytes
     bound_s: _Seconds | None = None
+    searched: dict[str, _Count] = {}
+    moments: dict[str, _Bytes] = {}
 
 
 class Alternative(_Part):
-    """A rejected combination and why."""
+    """A rejected combination and why. `mesh`: of a plan with a layout, the other layout."""
 
     mesh: _Text
     micro_batches: _Positive
-    recompute: Literal["none", "full"]
+    recompute: _Recompute
     step_time_s: _Seconds
     memory_total_bytes: _Bytes
     fits: bool
@@ -110,8 +125,12 @@ class Unruled(_Part):
 
 
 class Plan(_Part):
-    """One parallel plan. `mesh` always has the axes dp, fsdp, tp in this order, outermost first; `zero` is 3 exactly
-    when fsdp > 1. `state`: the stored sharding of every parameter of the whole model, fsdp included."""
+    """One parallel plan. `mesh`: outermost first, the axes dp, fsdp, tp; with a `layout`, pp, dp, fsdp, cp, tp. fsdp > 1
+    exactly when `zero` is 3. `state`: the stored sharding of every parameter of the whole model, fsdp included.
+
+    `layout`: the text of a Layout, which has all decisions (schedule, cuts, experts, ...); without one the plan is of
+    one stage. `workload`: the model as the cost model sees it, so that a plan is explained without the model;
+    `software`: the stack it was priced with."""
 
     version: Literal[1] = 1
     autopar_version: _Text
@@ -119,9 +138,9 @@ class Plan(_Part):
     cluster: dict[str, Any]
     mesh: _Text
     data: DataPart
-    precision: Literal["fp32", "bf16"]
-    recompute: Literal["none", "full"]
-    zero: Literal[0, 3]
+    precision: Literal["fp32", "bf16", "fp8", "mxfp8", "nvfp4"]
+    recompute: _Recompute
+    zero: Literal[0, 1, 2, 3]
     axes: dict[str, Annotated[tuple[_Text, ...], _Tuple]]
     blocks: dict[str, BlockPart]
     state: dict[str, _Text]
@@ -130,26 +149,32 @@ class Plan(_Part):
     unruled: Annotated[tuple[Unruled, ...], _Tuple] = ()
     notes: Annotated[tuple[_Text, ...], _Tuple] = ()
     constraints: Annotated[tuple[_Text, ...], _Tuple] = ()
+    layout: _Text | None = None
+    software: _Text | None = None
+    workload: dict[str, Any] | None = None
 
     @model_validator(mode="after")
     def _consistent(self) -> Plan:
         """What types cannot say: the mesh fits the cluster, shardings parse, use its axes and divide."""
         mesh = self.parsed_mesh
-        if mesh.names != MESH_AXES:
+        expected = MESH_AXES if self.layout is None else ALL_AXES
+        if mesh.names != expected:
             raise PlanError(
                 f"mesh {self.mesh!r} has the axes {', '.join(mesh.names)}",
                 where="mesh",
-                hint="dp=..,fsdp=..,tp=..",
+                hint=",".join(f"{axis}=.." for axis in expected),
             )
         devices = Cluster.from_dict(self.cluster).device_count
         if mesh.device_count != devices:
             raise PlanError(
                 f"mesh {self.mesh} has {mesh.device_count} devices, the cluster {devices}", where="mesh"
             )
-        if self.zero != (3 if mesh.sizes["fsdp"] > 1 else 0):
+        if (self.zero == 3) != (mesh.sizes["fsdp"] > 1) or (self.layout is None and self.zero not in (0, 3)):
             raise PlanError(
                 f"zero is {self.zero} on mesh {self.mesh}, expected 3 exactly if fsdp > 1", where="zero"
             )
+        if self.layout is not None:
+            mesh = self._with_layout(mesh)
         ways = mesh.size("dp", "fsdp") * self.data.micro_batches
         if self.data.batch % ways:
             raise PlanError(
@@ -158,13 +183,45 @@ class Plan(_Part):
                 hint=f"a multiple of {ways}",
             )
         for axis, names in self.axes.items():
-            _known(names, f"axes.{axis}")
+            _known(names, mesh, f"axes.{axis}")
         for where, text in self._shardings():
             _check_sharding(text, mesh, where)
         for name, block in self.blocks.items():
             for node, choice in block.ops.items():
-                _known(choice, f"blocks.{name}.ops.{node}")
+                _known(choice, mesh, f"blocks.{name}.ops.{node}")
+        if self.workload is not None:
+            self._check_layout(self.parsed_workload)
         return self
+
+    def _check_layout(self, workload: Workload) -> None:
+        """The layout can run the workload on the cluster."""
+        if self.layout is None:
+            return
+        try:
+            check(self.parsed_layout, workload, self.parsed_cluster, self.data.batch)
+        except UsageError as error:
+            raise PlanError(error.what, where="layout", hint=error.hint) from None
+
+    def _with_layout(self, mesh: Mesh) -> Mesh:
+        """The mesh and the expert axes, after the layout has been found to agree with the rest of the plan."""
+        layout = self.parsed_layout
+        sizes = mesh.sizes
+        fsdp = (layout.shard or layout.dp) if layout.zero == 3 else 1
+        says = {"pp": layout.pp, "dp": layout.dp // fsdp, "fsdp": fsdp, "cp": layout.cp, "tp": layout.tp}
+        wrong = [
+            f"{name} is {mine}, the layout has {theirs}"
+            for name, mine, theirs in (
+                *((name, sizes[name], says[name]) for name in ALL_AXES),
+                ("zero", self.zero, layout.zero),
+                ("recompute", self.recompute, layout.recompute),
+                ("precision", self.precision, layout.precision),
+                ("micro_batches", self.data.micro_batches, self.data.batch // (layout.dp * layout.mbs)),
+            )
+            if mine != theirs
+        ]
+        if wrong:
+            raise PlanError(wrong[0], where="layout", hint="to plan again")
+        return Mesh.of({**sizes, "ep": layout.ep, "etp": layout.etp})
 
     def _shardings(self) -> Iterator[tuple[str, str]]:
         for name, block in self.blocks.items():
@@ -182,6 +239,57 @@ class Plan(_Part):
     @property
     def parsed_cluster(self) -> Cluster:
         return Cluster.from_dict(self.cluster)
+
+    @property
+    def parsed_layout(self) -> Layout:
+        """The layout; of a plan without one, what its mesh says."""
+        if self.layout is not None:
+            try:
+                return Layout.parse(self.layout)
+            except UsageError as error:
+                raise PlanError(error.what, where="layout", hint=error.hint) from None
+        sizes = self.parsed_mesh.sizes
+        data = sizes["dp"] * sizes["fsdp"]
+        return Layout(
+            dp=data,
+            tp=sizes["tp"],
+            zero=self.zero,
+            shard=sizes["fsdp"] if sizes["dp"] > 1 and self.zero == 3 else 0,
+            mbs=self.data.batch // data // self.data.micro_batches,
+            recompute=self.recompute,
+            precision=self.precision,
+        )
+
+    @property
+    def parsed_workload(self) -> Workload:
+        """What the cost model sees of the model. Raises PlanError if the plan has none."""
+        if self.workload is None:
+            raise PlanError(
+                "the plan holds no workload", where="workload", hint="to plan again with this version"
+            )
+        try:
+            return Workload.from_dict(self.workload)
+        except UsageError as error:
+            raise PlanError(error.what, where=f"workload, {error.where}", hint="to plan again") from None
+
+    def why_not_run(self) -> str | None:
+        """What of this plan the runtime of this version does not run, or None."""
+        layout = self.parsed_layout
+        wants = [
+            text
+            for needed, text in (
+                (layout.pp > 1, f"pp={layout.pp}"),
+                (layout.cp > 1, f"cp={layout.cp}"),
+                (layout.ep * layout.etp > 1, f"ep={layout.ep}, etp={layout.etp}"),
+                (layout.zero in (1, 2), f"zero={layout.zero}"),
+                (layout.recompute == "selective", "recompute=selective"),
+                (layout.offload != "none", f"offload={layout.offload}"),
+                (layout.precision not in ("fp32", "bf16"), f"precision={layout.precision}"),
+                (self.layout is not None, "its own shardings"),
+            )
+            if needed
+        ]
+        return wants[0] if wants else None
 
     def page(self) -> str:
         """What a person reads, at most 100 columns wide."""
@@ -209,6 +317,12 @@ class Plan(_Part):
         data = self.model_dump(mode="json")
         if self.predicted.bound_s is None:
             del data["predicted"]["bound_s"]
+        for name in ("searched", "moments"):  # of plans with a layout
+            if not data["predicted"][name]:
+                del data["predicted"][name]
+        if self.layout is None:
+            for name in ("layout", "software", "workload"):
+                del data[name]
         return data
 
     def to_json(self) -> str:
@@ -305,11 +419,11 @@ def fingerprint(program: Program) -> str:
     return digest.hexdigest()
 
 
-def _known(names: Any, where: str) -> None:
+def _known(names: Any, mesh: Mesh, where: str) -> None:
     for name in names:
-        if name not in MESH_AXES:
+        if name not in mesh.names:
             raise PlanError(
-                f"{name!r} is not an axis of the mesh", where=where, hint=f"one of {', '.join(MESH_AXES)}"
+                f"{name!r} is not an axis of the mesh", where=where, hint=f"one of {', '.join(mesh.names)}"
             )
 
 
@@ -317,7 +431,7 @@ def _check_sharding(text: str, mesh: Mesh, where: str) -> None:
     """The text parses, uses axes of the mesh, and its sizes divide; fsdp cuts rows as evenly as it can."""
     try:
         sharding = Sharding.parse(text)
-        _known(sharding.axes, where)
+        _known(sharding.axes, mesh, where)
         even = sharding.without(["fsdp"]) if where.startswith("state.") else sharding
         sizes = [int(size) for size in re.findall(r"[\[,]\s*(\d+)", text)]
         if len(sizes) != len(sharding.dims):

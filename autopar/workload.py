@@ -10,7 +10,11 @@ Out: layers of ops with their sizes, from which the cost model prices any layout
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from autopar.errors import UsageError
 
 # How tensor parallelism splits an op. "column"/"row": a matmul's outer or inner dim; "inner": everything inside a
 # tensor-parallel region (heads, ffn); "sequence": the sequence where `sp` is on, else nothing; "none": repeated.
@@ -32,6 +36,7 @@ class Matmul:
     experts: int = 0
     bias: bool = False
     trained: bool = True
+    weight: bool = True
 
 
 @dataclass(frozen=True)
@@ -68,7 +73,7 @@ class Saved:
     """Elements per token that a layer keeps for the backward. `split`: as tp splits the value. `item`: bytes per
     element. `selective`: not kept under selective recompute. `square`: elements per token and key instead (the
     scores that attention without a fused kernel keeps), times the sequence length. `expert`: of the rows that experts
-    work on; `matmul`: the result of a product."""
+    work on; `matmul`: the result of a product; `operand`: kept for a product's weight gradient alone."""
 
     name: str
     elements: float
@@ -79,12 +84,14 @@ class Saved:
     share: float = 1.0
     expert: bool = False
     matmul: bool = False
+    operand: bool = False
 
 
 @dataclass(frozen=True)
 class Layer:
     """One kind of layer. `parameters`: (name, elements, split) of what is no matmul weight (norms, biases).
-    `hidden`: width of the residual stream, which is what tp and pp send. `regions`: tensor-parallel regions, each
+    `hidden`: width of the residual stream, which is what tp and pp send; `dispatch`: width of what goes to experts, if
+    another (latent experts). `regions`: tensor-parallel regions, each
     with one gather before and one reduction after it (Megatron: attention and mlp)."""
 
     name: str
@@ -93,6 +100,7 @@ class Layer:
     saved: tuple[Saved, ...]
     parameters: tuple[tuple[str, int, str], ...] = ()
     regions: int = 2
+    dispatch: int = 0
 
     @property
     def expert_matmuls(self) -> tuple[Matmul, ...]:
@@ -115,7 +123,7 @@ class Layer:
         weights = sum(
             op.k * op.n + (op.n if op.bias else 0)
             for op in self.ops
-            if isinstance(op, Matmul) and not op.experts and op.trained
+            if isinstance(op, Matmul) and not op.experts and op.weight
         )
         return weights + sum(elements for _, elements, _ in self.parameters)
 
@@ -181,9 +189,52 @@ class Workload:
                     total += count * 3 * attention_flops(op, self.seq)
         return total
 
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-friendly; `from_dict` gives back an equal Workload. Equal layers are written once."""
+        kinds = list(dict.fromkeys(layer for layer, _ in self.layers))
+        data = asdict(replace(self, layers=()))
+        ops = {
+            layer.name: [{"op": type(op).__name__.lower(), **asdict(op)} for op in layer.ops]
+            for layer in kinds
+        }
+        data["kinds"] = [{**asdict(layer), "ops": ops[layer.name]} for layer in kinds]
+        data["layers"] = [[kinds.index(layer), count] for layer, count in self.layers]
+        return data
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Workload:
+        """Read what `to_dict` wrote; runs no code. Raises UsageError for what it is not."""
+        try:
+            rest = dict(data)
+            kinds = [_layer_of(kind) for kind in rest.pop("kinds")]
+            layers = tuple((kinds[int(index)], int(count)) for index, count in rest.pop("layers"))
+            rest["notes"] = tuple(rest.get("notes", ()))
+            return cls(layers=layers, **rest)
+        except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+            raise UsageError(f"not a workload: {error}", where="workload", hint="to plan again") from None
+
     def at(self, seq: int) -> Workload:
         """The same model at another sequence length."""
         return replace(self, seq=seq)
+
+
+_OPS = {kind.__name__.lower(): kind for kind in (Matmul, Attention, Stream)}
+
+
+def _layer_of(data: Mapping[str, Any]) -> Layer:
+    ops = tuple(
+        _OPS[op["op"]](**{key: value for key, value in op.items() if key != "op"}) for op in data["ops"]
+    )
+    return Layer(
+        name=data["name"],
+        hidden=data["hidden"],
+        ops=ops,
+        saved=tuple(Saved(**item) for item in data["saved"]),
+        parameters=tuple(
+            (str(name), int(elements), str(split)) for name, elements, split in data["parameters"]
+        ),
+        regions=data["regions"],
+    )
 
 
 def attention_flops(op: Attention, seq: int) -> float:
@@ -192,6 +243,9 @@ def attention_flops(op: Attention, seq: int) -> float:
     if op.window and op.window < seq:
         keys = op.window * (1 - op.window / (2 * seq)) if op.causal else float(op.window)
     return 2.0 * op.heads * (op.qk_dim + op.v_dim) * keys
+
+
+_Kind = tuple[str, str, bool]  # mixer, feed-forward, whether attention is windowed
 
 
 @dataclass(frozen=True)
@@ -245,12 +299,13 @@ class TransformerShape:
     unfused_attention: bool = False
     frozen: bool = False
     lora_rank: int = 0
+    dispatch: int = 0
 
     def workload(self, seq: int) -> Workload:
         """The Workload of this shape at `seq` tokens per sequence, as fused kernels run it and keep it."""
         kinds = self._kinds()
         runs: list[tuple[Layer, int]] = []
-        built: dict[tuple[object, ...], Layer] = {}
+        built: dict[_Kind, Layer] = {}
         for key in kinds:
             layer = built.setdefault(key, self._layer(*key))
             if runs and runs[-1][0] is layer:
@@ -284,9 +339,9 @@ class TransformerShape:
         whole = replace(self, frozen=False).workload(1).parameters
         return 1.0 - min(1.0, adapters / whole)
 
-    def _kinds(self) -> list[tuple[object, ...]]:
+    def _kinds(self) -> list[_Kind]:
         """(mixer, feed-forward, windowed) of each layer in order."""
-        kinds: list[tuple[object, ...]] = []
+        kinds: list[_Kind] = []
         if self.scan_layers:  # hybrids hold one mixer per layer; a period keeps the order's grain
             rest = self.layers - self.scan_layers - self.attention_layers
             kinds += [("scan", "none", False)] * self.scan_layers
@@ -325,13 +380,15 @@ class TransformerShape:
             self._residual("residual2", ops, saved)
             regions += 1
         name = "+".join(word for word in (mixer, feed) if word != "none") + (" window" if windowed else "")
-        return Layer(name, h, tuple(ops), tuple(saved), tuple(parameters), regions)
+        return Layer(name, h, tuple(ops), tuple(saved), tuple(parameters), regions, self.dispatch)
 
     def _norm(self, name: str, ops: list, saved: list, parameters: list) -> None:  # type: ignore[type-arg]
         h = self.hidden
         ops.append(Stream(name, "norm", 2 * h, 3 * h, "sequence"))
         saved.append(Saved(f"{name} input", h, "sequence"))
-        saved.append(Saved(f"{name} output", h, "sequence", selective=not self.unfused_attention))
+        saved.append(
+            Saved(f"{name} output", h, "sequence", selective=not self.unfused_attention, operand=True)
+        )
         parameters.append((name, h * (2 if self.norm == "layer" else 1), "none"))
 
     def _residual(self, name: str, ops: list, saved: list) -> None:  # type: ignore[type-arg]
@@ -368,7 +425,7 @@ class TransformerShape:
         ops.append(Attention("attention", heads, kv, qk, v, self.causal, self.window if windowed else 0))
         ops.append(self._matmul("out", heads * v, h, "row", heads))
         saved.append(Saved("q, k, v", heads * qk + kv * (qk + v), "inner", matmul=True))
-        saved.append(Saved("attention output", heads * v, "inner"))
+        saved.append(Saved("attention output", heads * v, "inner", operand=self.unfused_attention))
         if (
             self.unfused_attention
         ):  # softmax in 2 bytes, dropout's mask and result (Korthikanti et al. 2022, 5 a s / h)
@@ -377,7 +434,9 @@ class TransformerShape:
         else:
             saved.append(Saved("softmax sums", heads, "inner", item=4.0))
             # fused kernels put the batch outside, products the sequence: both forms are kept
-            saved.append(Saved("attention output, transposed", heads * v, "inner", selective=True))
+            saved.append(
+                Saved("attention output, transposed", heads * v, "inner", selective=True, operand=True)
+            )
 
     def _mlp(self, name: str, ffn: int, ops: list, saved: list) -> None:  # type: ignore[type-arg]
         wide = 2 * ffn if self.gated else ffn
@@ -385,7 +444,9 @@ class TransformerShape:
         ops.append(Stream(f"{name}_act", "activation", wide + ffn, 2 * wide + ffn, "inner"))
         ops.append(self._matmul(f"{name}_down", ffn, self.hidden, "row"))
         saved.append(Saved(f"{name} up", wide, "inner", matmul=True))
-        saved.append(Saved(f"{name} activation", ffn, "inner", selective=not self.unfused_attention))
+        saved.append(
+            Saved(f"{name} activation", ffn, "inner", selective=not self.unfused_attention, operand=True)
+        )
 
     def _experts(self, ops: list, saved: list) -> None:  # type: ignore[type-arg]
         h, f, k = self.hidden, self.expert_ffn or self.ffn, float(self.topk)
@@ -398,10 +459,14 @@ class TransformerShape:
         ops.append(self._matmul("expert_down", f, h, "row", 0, share=k, experts=self.experts))
         ops.append(Stream("combine", "permute", 2 * h, 2 * h, "none", share=k, kernels=3))
         saved.append(Saved("router", 2.0 * self.experts, "sequence", item=4.0))
-        saved.append(Saved("expert input", h, "none", share=k, expert=True))
+        rows = self.dispatch or h
+        saved.append(Saved("expert input", rows, "none", share=k, expert=True, operand=True))
         saved.append(Saved("expert up", wide, "inner", share=k, expert=True, matmul=True))
-        saved.append(Saved("expert activation", f, "inner", selective=True, share=k, expert=True))
-        saved.append(Saved("expert output", h, "none", share=k, expert=True))  # each is weighted by its probability
+        saved.append(
+            Saved("expert activation", f, "inner", selective=True, share=k, expert=True, operand=True)
+        )
+        # kept too, as each is weighted by its probability
+        saved.append(Saved("expert output", rows, "none", share=k, expert=True))
         if self.shared_ffn:
             self._mlp("shared", self.shared_ffn, ops, saved)
 
@@ -425,7 +490,7 @@ class TransformerShape:
         parameters.append(("scan", 4 * (inner + 2 * state) + 3 * self.scan_heads + inner, "inner"))
 
 
-def _spread(kinds: list[tuple[object, ...]]) -> list[tuple[object, ...]]:
+def _spread(kinds: list[_Kind]) -> list[_Kind]:
     """The kinds evenly interleaved, each in proportion to its count."""
     counts = {kind: kinds.count(kind) for kind in dict.fromkeys(kinds)}
     done = dict.fromkeys(counts, 0)

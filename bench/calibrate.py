@@ -52,6 +52,7 @@ class Constant:
     high: float
     sigma: float
     prior: float
+    like: tuple[str, ...] = ()
 
 
 # name: (lowest, highest, log standard deviation of the prior)
@@ -61,13 +62,17 @@ OF_FAMILY = {
     "fp8": (0.3, 1.0, 0.15),
     "mxfp8": (0.3, 1.0, 0.15),
     "fp4": (0.2, 1.0, 0.15),
-    "stream": (0.3, 1.1, 0.15),
+    "stream": (0.3, 1.1, 0.08),
+    "unaligned": (0.4, 1.0, 0.15),
     "host": (0.2, 3.0, 0.3),
     "within": (0.4, 1.4, 0.15),
     "across": (0.2, 1.16, 0.2),
     "attention_speed": (0.4, 1.4, 0.12),
 }
 OF_STACK = {
+    "matmul": (0.6, 1.1, 0.06),
+    "expert_kernels": (0.02, 6.0, 0.6),
+    "gather_rank_s": (1e-5, 1e-2, 0.5),
     "kernel_s": (1e-7, 3e-5, 0.5),
     "launch": (0.05, 2.0, 0.4),
     "stream": (0.3, 1.3, 0.15),
@@ -133,13 +138,19 @@ def constants(prepared: Sequence[Priceable]) -> list[Constant]:
     """What to fit: the constants of priors.toml that some rows touch."""
     used = {touch for one in prepared for touch in one.touches}
     priors = tomllib.loads(PRIORS.read_text(encoding="utf-8"))
-    return [
-        Constant((kind, name, key), *(OF_FAMILY if kind == "family" else OF_STACK)[key], prior=value)
-        for kind, sections in priors.items()
-        for name, section in sections.items()
-        for key, value in section.items()
-        if (kind, name) in used
-    ]
+    out = []
+    for kind, sections in priors.items():
+        for name, section in sections.items():
+            for key, value in section.items():
+                if (kind, name) in used:
+                    like: tuple[str, ...] = ()
+                    if isinstance(value, str):  # as that section's, which stands in the file too
+                        like, value = (kind, value, key), sections[value][key]
+                        while isinstance(value, str):
+                            value = sections[value][key]
+                    table = OF_FAMILY if kind == "family" else OF_STACK
+                    out.append(Constant((kind, name, key), *table[key], prior=value, like=like))
+    return out
 
 
 def merged() -> dict[str, Any]:
@@ -169,7 +180,14 @@ class Fit:
         self.low = np.log([c.low for c in self.constants])
         self.high = np.log([c.high for c in self.constants])
         self.now = np.clip(np.log(now), self.low + 1e-6, self.high - 1e-6)
-        self.sigma = np.array([c.sigma for c in self.constants])
+        place = {c.path: n for n, c in enumerate(self.constants)}
+        pull = np.eye(len(self.constants))
+        target = self.start.copy()
+        for n, c in enumerate(self.constants):
+            if c.like in place:
+                pull[n, place[c.like]], target[n] = -1.0, 0.0
+            pull[n], target[n] = pull[n] / c.sigma, target[n] / c.sigma
+        self.pull, self.target = pull, target
         self.rows = np.concatenate([one.places for one in self.prepared])
         self.runs = [run for one in self.prepared for run in one.batch.runs]
         self.log_measured = np.log(np.concatenate([one.measured for one in self.prepared]))
@@ -214,11 +232,11 @@ class Fit:
             return cache[key]
 
         def cost(values: Array) -> Array:
-            return np.concatenate([base(values) / NOISE * self.weight, (values - self.start) / self.sigma])
+            return np.concatenate([base(values) / NOISE * self.weight, self.pull @ values - self.target])
 
         def slope(values: Array) -> Array:
             rows = self.jacobian(values, base(values)) / NOISE * self.weight[:, None]
-            return np.vstack([rows, np.diag(1 / self.sigma)])
+            return np.vstack([rows, self.pull])
 
         found = least_squares(
             cost, self.now, jac=slope, bounds=(self.low, self.high), loss="soft_l1", max_nfev=steps, verbose=1
@@ -231,8 +249,8 @@ class Fit:
         for _ in range(4):
             r = self.residuals(now)
             pull = self.weight**2 * keep / np.sqrt(1 + (r / NOISE * self.weight) ** 2) / NOISE**2
-            hessian = slope.T @ (slope * pull[:, None]) + np.diag(self.sigma**-2)
-            gradient = slope.T @ (r * pull) + (now - self.start) / self.sigma**2
+            hessian = slope.T @ (slope * pull[:, None]) + self.pull.T @ self.pull
+            gradient = slope.T @ (r * pull) + self.pull.T @ (self.pull @ now - self.target)
             now = np.clip(now - 0.8 * np.linalg.solve(hessian, gradient), self.low, self.high)
         return now
 

@@ -60,8 +60,8 @@ def batches(runs: Sequence[Run]) -> tuple[list[Batch], list[tuple[str, str]]]:
     refused = []
     clusters: dict[Any, Cluster] = {}
     for place, run in enumerate(runs):
-        about = run.options & (MACHINE | software_data()["option"].keys())
-        machine = (run.device, run.per_node, about & MACHINE)
+        about = frozenset(filter(_matters, {*run.options, run.framework}))
+        machine = (run.device, run.per_node, frozenset(filter(_machine, about)))
         try:
             if machine not in clusters:
                 clusters[machine] = cluster_of(run)
@@ -88,15 +88,22 @@ def batches(runs: Sequence[Run]) -> tuple[list[Batch], list[tuple[str, str]]]:
     return out, refused
 
 
-MACHINE = frozenset({*NETWORKS, "hbm2e", "power-limited", "nvlink-400", "dgx-2h"})
+def _machine(option: str) -> bool:
+    return option in (*NETWORKS, "hbm2e", "nvlink-400") or option.startswith("network=")
+
+
+def _matters(option: str) -> bool:
+    """Whether an option changes the machine or the software."""
+    return _machine(option) or option in software_data()["option"] or option.startswith("activation-offload=")
 
 
 def cluster_of(run: Run) -> Cluster:
     """The machines of a run. The number of nodes says nothing here, so it is as small as holds the run."""
     device: Device = load_device(run.device)
     links = fitted(device.links, device.devices_per_node, min(run.per_node, device.devices_per_node))
-    for name, gbps in NETWORKS.items():
-        if name in run.options and len(links) > 1 and links[-1].gbps > gbps:
+    said = [float(option.partition("=")[2]) for option in run.options if option.startswith("network=")]
+    for gbps in said or [gbps for name, gbps in NETWORKS.items() if name in run.options]:
+        if len(links) > 1 and links[-1].gbps > gbps:
             links = (*links[:-1], replace(links[-1], gbps=gbps))
     if "nvlink-400" in run.options:
         links = tuple(replace(one, gbps=200.0) if one.name == "nvlink" else one for one in links)

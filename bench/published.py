@@ -19,7 +19,7 @@ import sys
 import tomllib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -93,7 +93,7 @@ def orderings(priced: Iterable[Priced]) -> list[dict[str, Any]]:
     groups: dict[str, dict[Any, list[Priced]]] = defaultdict(lambda: defaultdict(list))
     for one in priced:
         if one.run.group and one.run.step_time_s:
-            groups[one.run.group][one.run.layout].append(one)
+            groups[f"{one.run.group}|{replace(one.run.shape, name='')}"][one.run.layout].append(one)
     out = []
     for name, layouts in groups.items():
         if len(layouts) < 2:
@@ -105,7 +105,7 @@ def orderings(priced: Iterable[Priced]) -> list[dict[str, Any]]:
         tau = kendall_tau(predicted, measured)
         if tau is not None:
             out.append(
-                {"group": name, "layouts": len(layouts), "tau": tau, "regret": regret(predicted, measured)}
+                {"group": name.split("|Transformer")[0], "layouts": len(layouts), "tau": tau, "regret": regret(predicted, measured)}
             )
     return out
 

@@ -69,6 +69,9 @@ class LayoutReader(ShapeReader):
             self.assume("dp", gpus // inside, f"{dp} as printed doesn't match gpus / (tp * pp * cp)")
         dp = gpus // inside
         zero, shard = self._zero(dp * cp, device)
+        if zero == 3 and pp > 1 and self.framework == "torchtitan":
+            zero = 2  # its FSDP keeps gathered parameters under pipeline parallelism (reshard_after_forward: default)
+            self.assume("zero_or_fsdp", "zero 2", "parameters stay gathered under pp")
         mbs = self.whole("micro_batch") or words.get("mbs", 0)
         return Layout(
             dp=dp,
@@ -254,6 +257,12 @@ class LayoutReader(ShapeReader):
         per_stage = shape.layers // layout.pp
         if layout.pp > 1 and vpp == 1 and not self.whole("vpp"):
             candidates: list[int] = []
+            stages = -(-shape.layers // layout.pp)  # a last stage may hold one or two layers fewer
+            plain = self.framework in ("megatron", "nemo", "megatron-bridge", "other") and self.year >= 2023
+            if plain and not shape.experts and stages * layout.pp - shape.layers <= 2:
+                # what such recipes state is 1 to 4 layers per chunk, mostly 2
+                candidates = [v for v in (stages // 2, stages) if v and stages % v == 0]
+                per_stage = stages
             if "mlcommons" in self.source and self.framework == "nemo":
                 candidates = [per_stage // 2, per_stage]
             elif self.says(r"(?<!non-)\binterleaved"):

@@ -223,6 +223,7 @@ class ShapeReader(Cells):
                 shape,
                 expert_ffn=shape.expert_ffn * latent // shape.hidden,
                 shared_ffn=shape.shared_ffn + latent,
+                dispatch=latent,
             )
             self.assume("latent experts", latent, "folded into expert_ffn and shared_ffn")
         if shape.scan_layers and shape.scan_layers + shape.attention_layers == shape.layers:

@@ -9,14 +9,22 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
+from difflib import get_close_matches
 
 import numpy as np
 
 from autopar.cost.grid import Array, Grid, code_of
-from autopar.errors import AutoparError, UsageError
-from autopar.layout import Layout
+from autopar.errors import UsageError
+from autopar.layout import OFFLOAD, PRECISIONS, RECOMPUTE, SCHEDULES, Layout
 
 NAMES = tuple(field.name for field in fields(Layout) if field.name not in ("cuts",))
+WORDS = {"precision": PRECISIONS, "recompute": RECOMPUTE, "schedule": SCHEDULES, "offload": OFFLOAD}
+_RANGE = {
+    "zero": (0, 3),
+    "shard": (0, None),
+    "recompute_layers": (0, None),
+    "sp": (0, 1),
+}  # of others: from 1 on
 _COMPARE = {"=": np.equal, "<=": np.less_equal, ">=": np.greater_equal, "<": np.less, ">": np.greater}
 
 
@@ -29,6 +37,10 @@ class Word:
     compare: str
     values: tuple[int, ...]
     forbids: bool = False
+
+    @property
+    def said(self) -> str:
+        return f"not {self.text}" if self.forbids else self.text
 
     def allows(self, grid: Grid) -> Array:
         column = getattr(grid, self.name)
@@ -77,20 +89,39 @@ def parse_decisions(fix: Sequence[str] = (), forbid: Sequence[str] = ()) -> Deci
 
 
 def _parse(text: str, forbids: bool) -> Word:
-    match = re.fullmatch(r"\s*([a-z_]+)\s*(<=|>=|=|<|>)\s*(\S+)\s*", text)
+    where = "forbid" if forbids else "fix"
+    match = re.fullmatch(r"\s*([A-Za-z_]+)\s*(<=|>=|=|<|>)\s*(\S+)\s*", text)
     if match is None or match[1] not in NAMES:
+        near = get_close_matches(re.split(r"[<>=]", text, maxsplit=1)[0].strip().lower(), NAMES, 1)
         raise UsageError(
             f"{text!r} is no decision of a layout",
-            where="forbid" if forbids else "fix",
-            hint=f"NAME=VALUE, NAME<=VALUE or NAME=A|B with one of {', '.join(NAMES)}",
+            where=where,
+            hint=f"{near[0]}=.."
+            if near
+            else f"NAME=VALUE, NAME<=VALUE or NAME=A|B with one of {', '.join(NAMES)}",
         )
     name, compare = match[1], match[2]
-    try:
-        values = tuple(code_of(name, part) for part in match[3].split("|"))
-    except (ValueError, AutoparError):
+    if name in WORDS and compare != "=":
         raise UsageError(
-            f"{text!r}: {match[3]!r} is no value of {name}",
-            where="forbid" if forbids else "fix",
-            hint=f"{name}=1",
-        ) from None
+            f"{text!r}: {name} is a word, which is not more or less than another",
+            where=where,
+            hint=f"{name}=A|B",
+        )
+    values = tuple(_value(name, part, text, where) for part in match[3].split("|"))
     return Word(text.strip(), name, compare, values, forbids)
+
+
+def _value(name: str, part: str, text: str, where: str) -> int:
+    low, high = _RANGE.get(name, (1, None))
+    try:
+        code = code_of(name, part)
+        if name in WORDS or (code >= low and (high is None or code <= high)):
+            return code
+    except ValueError:
+        pass
+    known = "a whole number from " + str(low) + (f" to {high}" if high else " on")
+    raise UsageError(
+        f"{text!r}: {part!r} is no value of {name}",
+        where=where,
+        hint=f"one of {', '.join(WORDS[name])}" if name in WORDS else known,
+    ) from None

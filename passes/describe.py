@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autopar.cost.compute import kind_of
 from autopar.passes.describe_block import BlockView
@@ -62,7 +62,11 @@ def describe(program: Program, problem: Problem, *, solution: Solution | None = 
         inside = head.op if head is not None and head.block == call.block else None
         key = (call.block, tuple(sorted(fresh)), bool(call.path))
         if key not in built:
-            built[key] = BlockView(facts, call, frozenset(fresh), inside).layer()
+            layer = BlockView(facts, call, frozenset(fresh), inside).layer()
+            twins = sum(
+                other[0] == call.block for other in built
+            )  # of this block, with other parameters of its own
+            built[key] = replace(layer, name=f"{layer.name} #{twins + 1}") if twins else layer
         layer = built[key]
         if runs and runs[-1][0] is layer:
             runs[-1] = (layer, runs[-1][1] + 1)

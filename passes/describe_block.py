@@ -59,11 +59,11 @@ class BlockView(Kernels):
         node = item.weight.split("/", 1)[1] if item.weight is not None else None
         base = {"k": item.k, "n": item.n, "split": split, "ways": ways}
         if node is None or node not in self.fresh or node in self.claimed:
-            # No weight of its own: an activation-activation product, or one that shares another's weight. Without a
-            # weight gradient a Matmul counts two products, so its rows carry the third.
-            flows = [facts.problem.values[name].gradient for name in item.op.operands]
-            times = (1 + sum(flows)) / 2 if any(flows) else 0.5
-            return Matmul(self.name(item.op), share=item.share * times, trained=False, **base)  # type: ignore[arg-type]
+            # No weight of its own: an activation-activation product, or one that shares another's weight. Backward is
+            # one product per operand that has a gradient; where none has, half of the rows stand for forward alone.
+            flows = sum(facts.problem.values[name].gradient for name in item.op.operands)
+            share = item.share if flows else item.share / 2
+            return Matmul(self.name(item.op), share=share, trained=flows > 1, weight=False, **base)  # type: ignore[arg-type]
         self.claimed.add(node)
         state = dict(zip(self.block.state, self.call.state, strict=True))
         trained = facts.program.state[state[node]].trainable

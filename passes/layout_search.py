@@ -30,9 +30,7 @@ OBJECTIVES = ("time", "memory")
 _CHUNK = 60_000  # rows priced at a time
 _SIMULATIONS = 40
 _STAGE_BOUNDS = 1000
-_TIED = (
-    1.005  # of layouts as close as this, which no prediction can tell apart, the one with most memory free
-)
+TIED = 1.005  # of layouts as close as this, which no prediction can tell apart, the one with most memory free
 _HEADROOM = 0.9
 
 
@@ -49,7 +47,8 @@ class Alternative:
 @dataclass(frozen=True)
 class Found:
     """`bound_s`: no layout of the space that fits is faster. `cores`, `rows`: how much was bounded and priced;
-    `best_by`: decision -> value -> its best alternative."""
+    `best_by`: decision -> value -> its best alternative; `top`: the layouts nearest to the best, for what is
+    priced again with other constants."""
 
     best: Priced
     bound_s: float
@@ -59,6 +58,7 @@ class Found:
     simulated: int
     alternatives: tuple[Alternative, ...]
     best_by: dict[str, dict[str, Alternative]] = field(default_factory=dict)
+    top: Grid = field(default_factory=lambda: Grid.of([]))
 
     @property
     def gap(self) -> float:
@@ -91,10 +91,13 @@ def search_layouts(
     space: Space,
     software: Software,
     *,
+    objective: str = "time",
     limit_bytes: float | None = None,
+    slack: float = 1.0,
     progress: Callable[[str], None] | None = None,
 ) -> Found:
-    """The fastest layout of the space that fits in `limit_bytes` (default: the device's memory).
+    """The fastest layout of the space that fits in `limit_bytes` (default: the device's memory). `slack`:
+    cores are priced whose bound is below so many times the best, more than the proof needs.
 
     Raises InfeasibleError: nothing divides, or nothing fits, and what would.
     """
@@ -115,7 +118,7 @@ def search_layouts(
     pool = _Pool(limit)
     best_s = np.inf
     start, size = 0, 64
-    while start < len(cores) and bounds[start] < best_s:
+    while start < len(cores) and bounds[start] < slack * best_s:
         chunk = space.expand(cores.take(slice(start, start + size)))
         for part in range(0, len(chunk), _CHUNK):
             rows = chunk.take(slice(part, part + _CHUNK))
@@ -141,7 +144,7 @@ def _finish(space: Space, software: Software, pool: _Pool, unseen: float, cores:
     grid, (seconds, bounds, memory, outside, share) = pool.whole()
     fits = np.flatnonzero(memory <= pool.limit)
     fits = fits[np.argsort(seconds[fits], kind="stable")]
-    _, first, pipeline = np.unique(_pipeline_keys(grid.take(fits)), return_index=True, return_inverse=True)
+    _, first, pipeline = np.unique(_keys(grid.take(fits), _PIPELINE), return_index=True, return_inverse=True)
     order = np.argsort(first)  # pipelines by their fastest row in closed form
     rows_of = np.split(fits[np.argsort(pipeline, kind="stable")], np.cumsum(np.bincount(pipeline))[:-1])
     found = Pipelines(space.workload, grid.take(fits[first]), space.cluster, software, space.batch)
@@ -177,13 +180,11 @@ def _finish(space: Space, software: Software, pool: _Pool, unseen: float, cores:
             span, _ = stages.simulate(layout)
         exact = step(span, rows)
         tied += [
-            (int(row), float(value))
-            for row, value in zip(rows, exact, strict=True)
-            if value <= best_s * _TIED
+            (int(row), float(value)) for row, value in zip(rows, exact, strict=True) if value <= best_s * TIED
         ]
         if exact.min() < best_s:
             best_s, best_row = float(exact.min()), int(rows[exact.argmin()])
-    near = [row for row, value in tied if value <= best_s * _TIED]
+    near = [row for row, value in tied if value <= best_s * TIED]
     roomy = [row for row in near if memory[row] <= _HEADROOM * pool.limit]
     exact_of = dict(tied)
     best_row = min(roomy, key=lambda row: exact_of[row]) if roomy else best_row
@@ -197,16 +198,17 @@ def _finish(space: Space, software: Software, pool: _Pool, unseen: float, cores:
         simulated=simulated,
         alternatives=_alternatives(grid, seconds, memory, pool.limit),
         best_by=_best_by(grid, seconds, memory, pool.limit),
+        top=_top(grid, seconds, memory, pool.limit),
     )
 
 
 _PIPELINE = ("dp", "tp", "cp", "pp", "vpp", "ep", "etp", "mbs", "precision", "recompute", "schedule", "sp")
 
 
-def _pipeline_keys(grid: Grid) -> Array:
-    """One number per row, equal for rows whose pipelines are."""
+def _keys(grid: Grid, names: tuple[str, ...]) -> Array:
+    """One number per row, equal for rows that are equal in these columns."""
     key = np.zeros(len(grid), dtype=np.int64)
-    for name in _PIPELINE:
+    for name in names:
         values, codes = np.unique(getattr(grid, name), return_inverse=True)
         key = key * len(values) + codes
     return key
@@ -230,6 +232,19 @@ def _alternatives(
         if len(found) == count:
             break
     return tuple(found)
+
+
+_KINDS = ("tp", "cp", "pp", "ep", "zero", "recompute", "schedule", "precision", "offload")
+
+
+def _top(grid: Grid, seconds: Array, memory: Array, limit: float, count: int = 300) -> Grid:
+    """The fastest layouts, and the fastest of every kind there is, that fit or miss by a sixth at most."""
+    near = np.flatnonzero(memory <= limit * 7 / 6)
+    near = near[np.argsort(seconds[near], kind="stable")]
+    _, kinds = np.unique(_keys(grid.take(near), _KINDS), return_index=True)
+    return grid.take(
+        near[np.unique(np.concatenate([np.arange(min(count, len(near))), np.sort(kinds)[:count]]))]
+    )
 
 
 _ASKED = ("tp", "cp", "pp", "ep", "zero", "recompute", "schedule", "precision", "mbs", "offload")
@@ -260,7 +275,7 @@ def nothing_divides(space: Space) -> InfeasibleError:
     return InfeasibleError(
         f"no layout of {w.name} divides {world} devices at a batch of {space.batch} sequences"
         + (
-            f" with {', '.join(word.text for word in space.decisions.words)}" if space.decisions.words else ""
+            f" with {', '.join(word.said for word in space.decisions.words)}" if space.decisions.words else ""
         ),
         where="layout",
         hint=f"a batch that is a multiple of {world} (or of its share in dp), or fewer constraints",
@@ -271,6 +286,8 @@ def nothing_fits(space: Space, software: Software, limit: float) -> InfeasibleEr
     """No layout fits: by how much, and the leanest one."""
     cores = space.cores()
     lean = space.expand(cores)
+    if not len(lean):
+        return nothing_divides(space)
     if len(lean) > 400_000:
         lean = lean.take(np.linspace(0, len(lean) - 1, 400_000).astype(int))
     found = estimate(space.workload, lean, space.cluster, software, space.batch)

@@ -43,7 +43,7 @@ class Space:
     decisions: Decisions = field(default_factory=Decisions)
     precisions: tuple[str, ...] = ("bf16",)
 
-    def _allowed(self, name: str, values: Sequence[int]) -> list[int]:
+    def allowed(self, name: str, values: Sequence[int]) -> list[int]:
         """Of `values` those that the decisions leave, and those that the decisions name beyond them."""
         named = self.decisions.only(name)
         candidates = sorted(set(values) | set(named or ())) if named is not None else list(values)
@@ -80,17 +80,17 @@ class Space:
         seq_ways = [
             ways for ways in divisors(world) if w.seq % (2 * ways) == 0 and w.seq // ways >= _LEAST_TOKENS
         ]
-        tps = [ways for ways in self._allowed("tp", self.tensor_ways) if ways in self.tensor_ways]
-        cps = [ways for ways in self._allowed("cp", [1, *seq_ways]) if ways == 1 or ways in seq_ways]
+        tps = [ways for ways in self.allowed("tp", self.tensor_ways) if ways in self.tensor_ways]
+        cps = [ways for ways in self.allowed("cp", [1, *seq_ways]) if ways == 1 or ways in seq_ways]
         pps = [
             ways
-            for ways in self._allowed("pp", [ways for ways in divisors(world) if ways <= w.depth])
+            for ways in self.allowed("pp", [ways for ways in divisors(world) if ways <= w.depth])
             if ways <= w.depth
         ]
-        precisions = self._allowed("precision", [code_of("precision", name) for name in self.precisions])
+        precisions = self.allowed("precision", [code_of("precision", name) for name in self.precisions])
         expert_gcd = math.gcd(*experts) if experts else 1
-        eps = [ways for ways in self._allowed("ep", divisors(expert_gcd)) if expert_gcd % ways == 0]
-        micro = self._allowed("mbs", [size for size in _MICRO if size <= self.batch])
+        eps = [ways for ways in self.allowed("ep", divisors(expert_gcd)) if expert_gcd % ways == 0]
+        micro = self.allowed("mbs", [size for size in _MICRO if size <= self.batch])
         rows = []
         for tp in tps:
             for cp in cps:
@@ -101,7 +101,7 @@ class Space:
                     each = self.batch // dp
                     sizes = [size for size in micro if each % size == 0]
                     for ep in eps:
-                        for etp in self._allowed("etp", sorted({1, tp})) if experts else [1]:
+                        for etp in self.allowed("etp", sorted({1, tp})) if experts else [1]:
                             if (dp * cp * tp) % (ep * etp) or etp not in (1, tp):
                                 continue
                             rows += [(dp, tp, cp, pp, ep, etp, size, p) for size in sizes for p in precisions]
@@ -119,15 +119,15 @@ class Space:
 
     @cached_property
     def _zero(self) -> list[int]:
-        return self._allowed("zero", [0, 1, 2, 3])
+        return self.allowed("zero", [0, 1, 2, 3])
 
     @cached_property
     def _recompute(self) -> list[int]:
-        return self._allowed("recompute", range(len(RECOMPUTE)))
+        return self.allowed("recompute", range(len(RECOMPUTE)))
 
     @cached_property
     def _offload(self) -> list[int]:
-        return self._allowed("offload", [0, 1] if self.cluster_offloads else [0])
+        return self.allowed("offload", [0, 1] if self.cluster_offloads else [0])
 
     @property
     def cluster_offloads(self) -> bool:
@@ -136,7 +136,7 @@ class Space:
     def expand(self, cores: Grid) -> Grid:
         """Every choice of the rest for each row of `cores`."""
         schedules, virtual = self._schedules()
-        sp = self._allowed("sp", [1]) or [0]
+        sp = self.allowed("sp", [1]) or [0]
         rest = [
             (vpp, schedule, zero, recompute, offload, split)
             for schedule, vpp in zip(schedules, virtual, strict=True)

@@ -81,7 +81,7 @@ def write_plan(
     flops = 3 * model_flops(problem) * winner.micro_batches
     return Plan.model_validate(
         {
-            "autopar_version": _version(),
+            "autopar_version": version_of(),
             "model": ModelPart(
                 name=program.name,
                 fingerprint=fingerprint(program),
@@ -94,9 +94,11 @@ def write_plan(
             "precision": precision,
             "recompute": winner.recompute,
             "zero": 3 if mesh.sizes["fsdp"] > 1 else 0,
-            "axes": _axes(problem, solution, mesh),
-            "blocks": {name: _block(program, problem, solution, mesh, name) for name in program.multiplicity},
-            "state": _state(program, solution, mesh),
+            "axes": axes_of(problem, solution, mesh),
+            "blocks": {
+                name: block_part(program, problem, solution, mesh, name) for name in program.multiplicity
+            },
+            "state": state_of(program, solution, mesh),
             "predicted": PredictedPart(
                 step_time_s=step_time_s,
                 tokens_per_s=batch * seq / step_time_s,
@@ -135,14 +137,14 @@ def on_mesh(solution: Solution, mesh: Mesh) -> Solution:
     return Solution(choices, shardings, solution.cost_s, solution.objective_s)
 
 
-def _version() -> str:
+def version_of() -> str:
     try:
         return version("autopar")
     except PackageNotFoundError:
         return "0"
 
 
-def _axes(problem: Problem, solution: Solution, mesh: Mesh) -> dict[str, list[str]]:
+def axes_of(problem: Problem, solution: Solution, mesh: Mesh) -> dict[str, list[str]]:
     """Logical axis -> the mesh axes that split it in some op."""
     found: dict[str, set[str]] = {}
     for op in problem.ops:
@@ -153,7 +155,7 @@ def _axes(problem: Problem, solution: Solution, mesh: Mesh) -> dict[str, list[st
     return {name: [axis for axis in mesh.names if axis in found[name]] for name in sorted(found)}
 
 
-def _block(program: Program, problem: Problem, solution: Solution, mesh: Mesh, name: str) -> BlockPart:
+def block_part(program: Program, problem: Problem, solution: Solution, mesh: Mesh, name: str) -> BlockPart:
     block = program.blocks[name]
     groups, made = arriving(problem), makers(problem)
 
@@ -185,7 +187,7 @@ def _block(program: Program, problem: Problem, solution: Solution, mesh: Mesh, n
     )
 
 
-def _state(program: Program, solution: Solution, mesh: Mesh) -> dict[str, str]:
+def state_of(program: Program, solution: Solution, mesh: Mesh) -> dict[str, str]:
     """Every parameter of the model as it is stored: fsdp cuts the rows of each tp piece."""
     where: dict[str, str] = {}
     for call in program.calls:

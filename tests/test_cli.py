@@ -45,7 +45,18 @@ def test_quiet_says_nothing_but_the_page(autopar) -> None:  # type: ignore[no-un
 
 
 def test_dump_writes_the_program_after_every_pass(autopar, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
-    code, _, _ = autopar("plan", "gpt2", *SIZES, "--quiet", "--dump", str(tmp_path), "--mesh", "dp=4,tp=2")
+    code, _, _ = autopar(
+        "plan",
+        "gpt2",
+        *SIZES,
+        "--quiet",
+        "--dump",
+        str(tmp_path),
+        "--mesh",
+        "dp=4,tp=2",
+        "--space",
+        "runtime",
+    )
     assert code == 0
     assert sorted(file.name for file in tmp_path.iterdir()) == [
         "1-capture.txt", "2-axes.txt", "3-problem.txt", "4-lowered.txt", "5-plan.json"

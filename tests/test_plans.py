@@ -117,7 +117,7 @@ def test_plan_cannot_be_changed() -> None:
         ({"data__batch": 15}, "does not divide"),
         ({"data__batch": "16"}, "data.batch"),
         ({"data__micro_batches": 0}, "micro_batches"),
-        ({"precision": "fp8"}, "precision"),
+        ({"precision": "fp7"}, "precision"),
         ({"axes__batch": ["pp"]}, "'pp' is not an axis"),
         ({"state__x": "[4@pp]"}, "'pp' is not an axis"),
         ({"state__x": "[5@tp]"}, "not divisible"),

@@ -5,9 +5,10 @@ grid = Grid.of([Layout.parse("tp=8,dp=4"), Layout(tp=4, dp=8)]); grid.tp -> arra
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from functools import cached_property, wraps
+from typing import Any, ParamSpec
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +16,11 @@ from numpy.typing import NDArray
 from autopar.layout import OFFLOAD, PRECISIONS, RECOMPUTE, SCHEDULES, Layout
 
 Array = NDArray[Any]
+P = ParamSpec("P")
+
+# What a layer's time and activations depend on, of all that a layout says.
+_LAYER = ("mbs", "tp", "cp", "ep", "etp", "sp", "precision", "recompute")
+_PARTLY = ("recompute_layers", "pp")  # besides, where only some layers are recomputed
 
 
 @dataclass(frozen=True)
@@ -41,14 +47,50 @@ class Grid:
             raise AttributeError(name) from None
 
     def __len__(self) -> int:
-        return len(self.columns["dp"])
+        return len(next(iter(self.columns.values())))
 
     def take(self, index: Any) -> Grid:
         return Grid({name: column[index] for name, column in self.columns.items()})
 
+    @cached_property
+    def compact(self) -> tuple[Grid, Array]:
+        """(the distinct rows in what a layer's time and activations depend on, each row's place there)."""
+        partly = _PARTLY if np.any(self.columns["recompute_layers"] >= 0) else ()
+        first, place = distinct([self.columns[name] for name in (*_LAYER, *partly)])
+        return self.take(first), place
+
     def layout(self, index: int) -> Layout:
         values = {name: _word(name, int(column[index])) for name, column in self.columns.items()}
         return Layout(**values)
+
+
+def distinct(columns: Sequence[Array]) -> tuple[Array, Array]:
+    """(where each distinct combination of whole numbers from -1 on first stands, each row's place among them)."""
+    key = np.zeros(len(columns[0]), dtype=np.int64)
+    radix = 1
+    for column in columns:
+        size = int(column.max(initial=0)) + 2
+        if radix * size >= 2**62:  # number the combinations so far anew
+            key = np.unique(key, return_inverse=True)[1].astype(np.int64)
+            radix = int(key.max(initial=0)) + 1
+        key = key * size + column + 1
+        radix *= size
+    _, first, place = np.unique(key, return_index=True, return_inverse=True)
+    return first, place
+
+
+def over_distinct(function: Callable[P, Array]) -> Callable[P, Array]:
+    """`function` of a Grid (among other things) evaluated at the grid's `compact` rows only, and spread from there."""
+
+    @wraps(function)
+    def spread(*args: P.args, **kwargs: P.kwargs) -> Array:
+        grid = next(one for one in args if isinstance(one, Grid))
+        few, place = grid.compact
+        if len(few) == len(grid):
+            return function(*args, **kwargs)
+        return np.asarray(function(*(few if one is grid else one for one in args), **kwargs))[place]  # type: ignore[arg-type]
+
+    return spread
 
 
 _WORDS = {"precision": PRECISIONS, "recompute": RECOMPUTE, "schedule": SCHEDULES, "offload": OFFLOAD}

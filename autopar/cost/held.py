@@ -96,7 +96,9 @@ def stage(workload: Workload, grid: Grid, place: str) -> Stage:
     head = np.where(folded, rank == 0, rank == g.pp - 1)
     table = w.head or w.vocab * w.hidden
     output = np.where((rank == 0) & (w.head == 0), 0, table) * head / g.tp
-    tables = w.embedding * (rank == 0) / g.tp
+    # further predictions embed the tokens they are given, where the head is (Megatron-LM's multi-token prediction)
+    again = np.where((rank > 0) & (w.head > 0), w.vocab * w.hidden, 0) * head * (w.losses > 1)
+    tables = (w.embedding * (rank == 0) + again) / g.tp
     expert_ways = np.minimum(g.ep, max(1, w.experts)) * g.etp
     dense, experts, largest = tables + output + w.final_parameters * head, 0.0 * output, tables
     largest = np.maximum(largest, output)
@@ -124,5 +126,5 @@ def split_parameters(layer: Layer) -> int:
     return sum(
         op.k * op.n + (op.n if op.bias and op.split == "column" else 0)
         for op in layer.ops
-        if isinstance(op, Matmul) and not op.experts and op.split in ("column", "row")
+        if isinstance(op, Matmul) and op.weight and not op.experts and op.split in ("column", "row")
     )

@@ -10,33 +10,38 @@ from __future__ import annotations
 import numpy as np
 
 from autopar.cost import schedule
-from autopar.cost.grid import Array, Grid
+from autopar.cost.grid import Array, Grid, over_distinct
 from autopar.cost.software import Software
-from autopar.layout import RECOMPUTE, SCHEDULES
+from autopar.layout import PRECISIONS, RECOMPUTE, SCHEDULES
 from autopar.workload import Attention, Layer, Matmul, Saved, Workload
 
 _SELECTIVE, _FULL = RECOMPUTE.index("selective"), RECOMPUTE.index("full")
 
 
+@over_distinct
 def saved_of_run(layer: Layer, workload: Workload, grid: Grid, software: Software) -> Array:
     """Bytes that one such layer keeps of a micro-batch under the layout's recompute choice."""
     g = grid
     share = recompute_share(workload, g)
-    none = saved_bytes(layer, workload, g)
-    some = saved_bytes(layer, workload, g, selective=True, matmuls=1.0 - software.selective_matmul)
-    chosen = np.where(g.recompute == _FULL, _input(layer, workload, g), np.where(g.recompute == _SELECTIVE, some, none))
+    none = saved_bytes(layer, workload, g, software)
+    some = saved_bytes(layer, workload, g, software, selective=True)
+    chosen = np.where(
+        g.recompute == _FULL, _input(layer, workload, g), np.where(g.recompute == _SELECTIVE, some, none)
+    )
     return np.asarray(share * chosen + (1 - share) * none)
 
 
+@over_distinct
 def largest_layer(workload: Workload, grid: Grid, software: Software) -> Array:
     """Bytes that recompute brings back for the one layer whose backward runs, of the layer with most."""
     most = np.zeros(len(grid))
     for layer, _ in workload.layers:
-        again = saved_bytes(layer, workload, grid) - saved_of_run(layer, workload, grid, software)
+        again = saved_bytes(layer, workload, grid, software) - saved_of_run(layer, workload, grid, software)
         most = np.maximum(most, again)
     return np.where(grid.recompute > 0, most, 0.0)
 
 
+@over_distinct
 def working_set(workload: Workload, grid: Grid, software: Software) -> Array:
     """Bytes that come and go in one layer's backward: gradients of the residual stream (in and out), of the widest
     product's input and output or of unfused scores (two at once), and the weight gradient that is then added up."""
@@ -51,7 +56,9 @@ def working_set(workload: Workload, grid: Grid, software: Software) -> Array:
             if isinstance(op, Matmul):
                 k, n = (op.k, op.n / g.tp) if op.split == "column" else (op.k / g.tp, op.n)
                 rows = tokens * op.share / (g.tp / g.etp if op.experts else 1.0)
-                local = op.k * op.n / g.tp * np.where(op.trained and op.split != "none", 1.0, 0.0)
+                local = (
+                    op.k * op.n / g.tp * np.where(op.trained and op.weight and op.split != "none", 1.0, 0.0)
+                )
                 local = np.where(op.experts > 0, 0.0, local) * software.weight_gradient_copy
                 most = np.maximum(most, (rows * (k + n) + tokens * stream + local) * low)
             elif isinstance(op, Attention) and square:
@@ -60,13 +67,18 @@ def working_set(workload: Workload, grid: Grid, software: Software) -> Array:
 
 
 def saved_bytes(
-    layer: Layer, workload: Workload, grid: Grid, *, selective: bool = False, matmuls: float = 1.0
+    layer: Layer, workload: Workload, grid: Grid, software: Software, *, selective: bool = False
 ) -> Array:
-    """Bytes one layer keeps of one micro-batch on one rank. `matmuls`: share of the products' results that are kept."""
+    """Bytes one layer keeps of one micro-batch on one rank. Where products are in 8 bits, so is what is kept for them
+    alone, if the stack quantizes once (Transformer Engine's linear layers do, torchao's keep 16 bits)."""
     total = 0.0 * grid.mbs
     for item in layer.saved:
-        if not (selective and item.selective):
-            total = total + _one(item, workload, grid) * (matmuls if item.matmul else 1.0)
+        if selective and item.selective:
+            continue
+        share: Array | float = 1.0 - software.selective_matmul if selective and item.matmul else 1.0
+        if item.operand and software.keeps_quantized:
+            share = np.where(grid.precision >= PRECISIONS.index("fp8"), 0.5 * share, share)
+        total = total + _one(item, workload, grid) * share
     return np.asarray(total)
 
 

@@ -1,7 +1,7 @@
 """Time of one layer: seconds of one layer for one micro-batch on one rank, and of the model's ends; arrays over a Grid.
 
 Kernels by roofline (`rates.py`), traffic by hierarchical alpha-beta (`traffic.py`). A layer's time depends on few of a
-layout's numbers, so a grid is priced at its distinct combinations of those (`Compact`) and spread from there.
+layout's numbers, so a grid is priced at its distinct combinations of those (`Grid.compact`) and spread from there.
 """
 
 from __future__ import annotations
@@ -60,19 +60,6 @@ class Ends(NamedTuple):
         return Ends(*(part[index] for part in self))
 
 
-def compact(grid: Grid) -> tuple[Grid, Array]:
-    """(the grid's distinct rows in what a layer's time depends on, each row's place there)."""
-    names = ["mbs", "tp", "cp", "ep", "etp", "sp", "precision", "recompute"]
-    if np.any(grid.recompute_layers >= 0):
-        names += ["recompute_layers", "pp"]
-    key = np.zeros(len(grid), dtype=np.int64)
-    for name in names:
-        values, place = np.unique(grid.columns[name], return_inverse=True)
-        key = key * len(values) + place
-    _, first, index = np.unique(key, return_index=True, return_inverse=True)
-    return grid.take(first), index
-
-
 class LayerTimes:
     """Prices layers for the layouts of a (compact) grid."""
 
@@ -128,7 +115,7 @@ class LayerTimes:
                 if op.kind in ("norm", "activation") and not self.rates.unfused:
                     cheap = cheap + forward
                 kernels += op.kernels
-        host = kernels * self.rates.host_s
+        host = kernels * self.rates.host_s + self._expert_launches(layer)
         wait = soft.expert_s if layer.experts else 0.0
         f = np.maximum(f, host) + wait
         b = np.maximum(b + w, 2 * host) - w + wait
@@ -150,6 +137,14 @@ class LayerTimes:
             soft.ep_exposed * expert,
             soft.contention * hidden,
         )
+
+    def _expert_launches(self, layer: Layer) -> Array:
+        """Seconds of the host for the products of experts that are launched one by one; in 8 bits each with the
+        quantization of its operands."""
+        g = self.grid
+        local = max(1, layer.experts) / np.minimum(g.ep, max(1, layer.experts))
+        each = self.software.expert_kernels * np.where(g.precision >= 2, 3.0, 1.0) * self.rates.host_s
+        return np.asarray(len(layer.expert_matmuls) * local * each)
 
     # ---- kernels -------------------------------------------------------------------------------------------------
 
@@ -233,7 +228,7 @@ class LayerTimes:
         if not layer.experts:
             return 0.0 * self.tokens
         ep = np.minimum(g.ep, layer.experts)
-        size = self.tokens * g.etp / g.tp * layer.hidden * self.half
+        size = self.tokens * g.etp / g.tp * (layer.dispatch or layer.hidden) * self.half
         group = Groups(self.links, ep, g.etp)
         one = group.dispatch(size, layer.topk, self.software.distinct)
         inner = self.inner_group.seconds("all_gather", size) + self.inner_group.seconds(
@@ -257,4 +252,4 @@ class LayerTimes:
         if w.frozen == 0.0:
             back = back + rates.matmul_s(w.hidden, columns, self.tokens, 1.0, precision)
         loss = rates.stream_s(self.tokens * columns * 12.0, 4)  # three passes over fp32 logits each way
-        return Ends(first_f, first_b, head + loss, back + loss)
+        return Ends(first_f, first_b, w.losses * (head + loss), w.losses * (back + loss))

@@ -29,7 +29,7 @@ from autopar.cost.kept import (
     working_set,
 )
 from autopar.cost.software import Software
-from autopar.layout import Layout
+from autopar.layout import OFFLOAD, Layout
 from autopar.workload import Workload
 
 __all__ = ["KINDS", "MEMORY", "RANKS", "layout_memory", "recompute_share", "sequence_ways", "timeline"]
@@ -63,7 +63,8 @@ def layout_memory(
 
     `held`: the groups that share parameters; `reserved_bytes`: the device file's, part of kind "device".
     """
-    assert rank in RANKS and kind in KINDS
+    assert rank in RANKS, rank
+    assert kind in KINDS, kind
     most: Bytes = {}
     for place in PLACES if rank == "fullest" else (rank,):
         for _, found in moments(workload, grid, held, software, micro_batches, place):
@@ -116,15 +117,20 @@ def moments(
         ),
         start=np.zeros(len(g)),
     )
-    # host memory holds what is between its uses but for the layer in use and the one on its way (ZeRO-Offload)
-    offloaded = 1.0 - software.offloaded * (1.0 - np.minimum(1.0, 2 / np.maximum(1.0, own.layers)))
-    one = np.where(g.offload >= 2, one * offloaded, one)
     flight = in_flight(g, micro_batches, own.rank)
+    # the host holds what lies between its uses; here stay the layer in use and the one on its way
+    away = np.where(
+        np.isin(g.offload, [OFFLOAD.index("activations"), OFFLOAD.index("all")]), software.offloaded, 0.0
+    )
+    here = one * np.minimum(1.0, 2 / np.maximum(1.0, own.layers))
     tokens = g.mbs * float(w.seq) / g.cp
     low = np.where(g.precision == 0, 4.0, 2.0)
     logits = tokens * w.vocab / g.tp * (software.loss_bytes + 4.0 * (w.losses - 1)) * own.head * (low / 2)
-    head_input = 2 * tokens * w.hidden * low / sequence_ways(g) * own.head  # into the last norm, into the head
-    kept = one * flight + head_input
+    head_input = (
+        2 * tokens * w.hidden * low / sequence_ways(g) * own.head
+    )  # into the last norm, into the head
+    one, many = (1 - away) * one + away * here, (1 - away) * one * flight + away * here
+    kept = many + head_input
     needed = working_set(w, g, software) + largest_layer(w, g, software)
     zero = 0.0 * kept
     return [
@@ -138,7 +144,8 @@ def moments(
             | {
                 ACTIVATIONS: zero,
                 LOGITS: zero,
-                BUFFERS: held.split(g.zero, 1, own) * held.trained * software.optimizer_bytes,
+                BUFFERS: held.split(g.zero, 1, own)
+                * np.where(_host(g), 0.0, held.trained * software.optimizer_bytes),
             },
         ),
     ]
@@ -154,15 +161,29 @@ def _stored(grid: Grid, held: Held, own: Stage, software: Software, *, experts: 
     gradient = np.where(whole, 4.0, software.gradient_bytes)
     states = 8.0 + np.where(whole | (not software.master), 0.0, 4.0) + np.where(gradient < 4, 4.0, 0.0)
     states = held.split(g.zero, 1, own) * states * held.trained
-    # ZeRO-3 gathers the unit in use and the next, and reduces one unit's gradients (Zhao et al. 2023, "FSDP", 3.3)
-    unit = own.largest * (2 * np.where(whole, 4.0, 2.0) + gradient * held.trained)
+    # ZeRO-2 makes one unit's gradients before it reduces them to their owners; ZeRO-3 also gathers the parameters of
+    # the unit in use and of the next (Rajbhandari et al. 2020, section 5.2; Zhao et al. 2023, "FSDP", section 3.3);
+    # under a pipeline, where each micro-batch would gather again, some stacks keep all that they gathered
+    low = np.where(whole, 4.0, 2.0)
+    unit = own.largest * (2 * low + gradient * held.trained)
+    if software.keeps_gathered:
+        unit = np.where(g.pp > 1, (own.dense + own.experts) * (low + gradient * held.trained), unit)
     return {
         WEIGHTS: held.split(g.zero, 3, own) * weight,
         GRADIENTS: held.split(g.zero, 2, own) * gradient * held.trained,
-        STATES: np.where((g.offload == 1) | (g.offload == 3), 0.0, states),
-        BUFFERS: np.where(g.zero == 3, unit, 0.0),
-        WORKSPACE: software.workspace_bytes * (2.0 if experts else 1.0) + 0.0 * unit,
+        STATES: np.where(_host(g), 0.0, states),
+        BUFFERS: np.where(
+            g.zero == 3, unit, np.where(g.zero == 2, own.largest * gradient * held.trained, 0.0)
+        ),
+        WORKSPACE: software.workspace_bytes
+        + (software.expert_workspace_bytes if experts else 0.0)
+        + 0.0 * unit,
     }
+
+
+def _host(grid: Grid) -> Array:
+    """Where the optimizer lies, and steps, in host memory (Ren et al. 2021, "ZeRO-Offload")."""
+    return np.isin(grid.offload, [OFFLOAD.index("optimizer"), OFFLOAD.index("all")])
 
 
 def _counted_as(found: Bytes, software: Software, kind: str, reserved_bytes: float) -> Bytes:

@@ -13,7 +13,7 @@ import numpy as np
 from autopar.cluster import Cluster
 from autopar.cost.grid import Array, Grid
 from autopar.cost.held import Held
-from autopar.cost.layer_time import Ends, LayerTime, LayerTimes, compact
+from autopar.cost.layer_time import Ends, LayerTime, LayerTimes
 from autopar.cost.rates import Data, Rates
 from autopar.cost.schedule import step_s
 from autopar.cost.software import Software
@@ -50,7 +50,7 @@ class LayoutTime:
         self.rates = Rates.of(cluster.device, software, data)
         self.links = slowed(cluster.links, self.rates.within, self.rates.across)
         self.half = np.where(grid.precision == 0, 4.0, 2.0)
-        few, self._index = compact(grid)
+        few, self._index = grid.compact
         self._times = LayerTimes(workload, few, self.links, self.rates, software)
 
     def layer(self, layer: Layer) -> LayerTime:
@@ -129,7 +129,7 @@ class LayoutTime:
         for each forward and backward of a micro-batch and scatters its gradients.
         """
         g, soft, own = self.grid, self.software, self.held
-        grad, copy, trained = soft.gradient_bytes, self.half, own.trained
+        grad, copy, trained = np.minimum(soft.reduce_bytes, 2 * self.half), self.half, own.trained
         far = g.tp * np.maximum(1, g.ep * g.etp // g.tp)
         dense_all, dense_shard = Groups(self.links, own.ranks, g.tp), Groups(self.links, own.shard, g.tp)
         expert_all, expert_shard = (
@@ -158,8 +158,9 @@ class LayoutTime:
 
         replicated = exposed(reduce, soft.dp_window * backward)
         once = exposed(scatter + across, soft.dp_window * backward) + exposed(
-            gather, soft.dp_window * forward
+            gather, soft.gather_window * forward
         )
+        once = once + soft.gather_rank_s * np.where(own.shard > 1, own.shard, 0)
         gathers = both("all_gather", copy)
         open_f = exposed(gathers, soft.fsdp_window * forward)
         open_b = exposed(gathers + scatter, soft.fsdp_window * backward)

@@ -281,23 +281,23 @@ class Budget:
         price = self.price_per_device_hour
         each = "no price given" if price is None else f"{price:g} {self.currency} an hour"
         rows = [
-            ("tokens", f"{_count(self.total_tokens)} in {self.steps:,} steps of {_count(self.tokens_per_step)},"
-             f" {_duration(self.step_time_s)} each"),
+            ("tokens", f"{count_text(self.total_tokens)} in {self.steps:,} steps of {count_text(self.tokens_per_step)},"
+             f" {duration_text(self.step_time_s)} each"),
             ("devices", f"{self.devices:,}, {each}"),
             ("no failures", self._total(self.ideal_days, self.ideal_device_hours, self.ideal_cost)),
         ]  # fmt: skip
         if math.isinf(self.mtbf_s):
             rows.append(("failures", "none expected"))
         else:
-            every = f"one every {_duration(self.mtbf_s)}"
+            every = f"one every {duration_text(self.mtbf_s)}"
             rows.append(
                 ("failures", f"{self.failures:,.0f} expected, {every}" if self.failures < 1e9 else every)
             )
         if self.saves:
             how = "asynchronous" if self.asynchronous else "synchronous"
             chosen = "Daly 2006" if self.interval_given_s is None else "as given"
-            rows.append(("checkpoint", f"{_count(self.state_bytes)}B in {_duration(self.save_s)} ({how}), every"
-                         f" {_duration(self.interval_s)}, {self.interval_steps:,} step{'s' * (self.interval_steps > 1)} ({chosen})"))  # fmt: skip
+            rows.append(("checkpoint", f"{count_text(self.state_bytes)}B in {duration_text(self.save_s)} ({how}), every"
+                         f" {duration_text(self.interval_s)}, {self.interval_steps:,} step{'s' * (self.interval_steps > 1)} ({chosen})"))  # fmt: skip
         if math.isinf(self.wall_s):
             rows.append(("with failures", "never ends: a segment outlasts the time between failures"))
             return [f"{name:<14}{text}" for name, text in rows]
@@ -310,8 +310,8 @@ class Budget:
         return [f"{name:<14}{text}" for name, text in rows]
 
     def _total(self, days: float, device_hours: float, cost: float | None) -> str:
-        text = f"{_duration(days * DAY_S)}, {_count(device_hours)} device hours"
-        return text if cost is None else f"{text}, {_count(cost)} {self.currency}"
+        text = f"{duration_text(days * DAY_S)}, {count_text(device_hours)} device hours"
+        return text if cost is None else f"{text}, {count_text(cost)} {self.currency}"
 
 
 def _unit(name: str) -> str:
@@ -325,7 +325,7 @@ def _unit(name: str) -> str:
     return next((unit for ending, unit in endings.items() if name.endswith(ending)), name.replace("_", " "))
 
 
-def _count(value: float) -> str:
+def count_text(value: float) -> str:
     """1536 -> 1.54 k, in powers of 1000."""
     for size, letter in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if value >= size * 0.9995:
@@ -333,7 +333,8 @@ def _count(value: float) -> str:
     return f"{value:.3g} "
 
 
-def _duration(seconds: float) -> str:
+def duration_text(seconds: float) -> str:
+    """259200 -> 3.0 days."""
     for size, unit in ((DAY_S, "days"), (HOUR_S, "h"), (60.0, "min"), (1.0, "s")):
         if seconds >= size * (2 if unit == "days" else 1):
             value = seconds / size
@@ -372,7 +373,7 @@ def draw(points: Iterable[Point], *, width: int = 72, height: int = 16, currency
         return ["no points to draw"]
     best = frontier(known)
     marks = "123456789abcdefghijklmnopqrstuvwxyz"
-    labels = [f"{_count(value).strip():>9} " for value in _ends([point.cost for point in known])]
+    labels = [f"{count_text(value).strip():>9} " for value in _ends([point.cost for point in known])]
     columns = width - len(labels[0]) - 1
     grid = [[" "] * columns for _ in range(height)]
 
@@ -386,13 +387,13 @@ def draw(points: Iterable[Point], *, width: int = 72, height: int = 16, currency
         put(best[index], marks[index] if index < len(marks) else "*")
     blank = " " * len(labels[0])
     sides = [labels[1], *[blank] * (height - 2), labels[0]]
-    low, high = (_duration(days * DAY_S) for days in _ends([point.days for point in known]))
+    low, high = (duration_text(days * DAY_S) for days in _ends([point.days for point in known]))
     lines = [f"cost in {currency}"[:width]]
     lines += [f"{side}|{''.join(row)}".rstrip() for side, row in zip(sides, grid, strict=True)]
     lines += [f"{blank}+{'-' * columns}", f"{blank} {low}{high:>{columns - len(low)}}"]
     for index, point in enumerate(best):
         mark = marks[index] if index < len(marks) else "*"
-        text = f"{mark} {_duration(point.days * DAY_S):>12} {_count(point.cost).strip():>9} {currency}  {point.label}"
+        text = f"{mark} {duration_text(point.days * DAY_S):>12} {count_text(point.cost).strip():>9} {currency}  {point.label}"
         lines.append(text[:width].rstrip())
     return lines
 
@@ -411,6 +412,9 @@ def _ends(values: Sequence[float]) -> tuple[float, float]:
 
 
 def _place(value: float, values: Sequence[float], cells: int) -> int:
-    """The cell of a value between the least and the greatest; the first where all are equal."""
+    """The cell of a value between the least and the greatest, on a logarithmic scale where they are more than 8 times
+    apart; the first where all are equal."""
     low, high = _ends(values)
+    if high > 8 * low > 0:
+        value, low, high = math.log(value), math.log(low), math.log(high)
     return min(cells - 1, int((value - low) / (high - low) * cells)) if high > low else 0

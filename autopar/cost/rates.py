@@ -29,6 +29,11 @@ KERNELS = ("flash1", "flash2", "flash3")
 HALF_SEQUENCE, FULL_HEAD = 512.0, 128.0
 # Bytes that quantizing one element of an operand moves: read 16 bits, write 8 bits and their transpose.
 QUANTIZE_BYTES = 4.0
+# Matmul dims of which this is no divisor leave tiles of the tensor cores part empty (NVIDIA, "Matrix Multiplication
+# Background User's Guide", section 4: multiples of 128 bytes on A100).
+ALIGNED = 64
+# A head size that is no multiple of this keeps the products of unfused attention off the tensor cores' fast kernels.
+HEAD_ALIGNED = 8
 
 
 @cache
@@ -61,6 +66,7 @@ class Rates:
     attention_f: float
     attention_b: float
     unfused: bool
+    unaligned: float
     within: float
     across: float
 
@@ -69,7 +75,7 @@ class Rates:
         """The rates of `device` under `software`. `data`: constants other than those of calibration.toml."""
         facts = family_of(device, calibration() if data is None else data)
         sustained = facts["sustained"]
-        kernels = device.efficiency["matmul"] * sustained
+        kernels = device.efficiency["matmul"] * sustained * software.matmul
         bf16 = device.peak("bf16") * kernels
         # fp32 products run in tf32 where there is such a thing; else bf16 units take three to six passes
         single = _peak(device, "tf32") or _peak(device, "fp32") or device.peak("bf16") / 4
@@ -93,6 +99,7 @@ class Rates:
             attention_f=attention * forward,
             attention_b=attention * backward,
             unfused=software.attention == "unfused",
+            unaligned=facts["unaligned"],
             within=facts["within"],
             across=facts["across"],
         )
@@ -102,6 +109,7 @@ class Rates:
         is brought into them first (a weight gradient's are there already)."""
         side = np.cbrt(m * n * k)
         rate = np.asarray(self.matmul)[precision] * side / (side + self.half_size)
+        rate = rate * np.where(np.mod(n, ALIGNED) + np.mod(k, ALIGNED) == 0, 1.0, self.unaligned)
         rate = rate * np.where(np.asarray(count) > 1, self.grouped, 1.0)
         flops = 2.0 * m * n * k * count
         moved = 2.0 * count * (m * k + k * n + m * n)
@@ -118,9 +126,8 @@ class Rates:
         backward likewise for scores and their gradients. A fused backward does 5 products for the forward's 2 (Dao
         2023, FlashAttention-2, section 3.1)."""
         if self.unfused:
-            products = (
-                2.0 * flops / (self.matmul[1] * keys / (keys + HALF_SEQUENCE))
-            )  # no causal half is left out
+            rate = self.matmul[1] * keys / (keys + HALF_SEQUENCE) * (1.0 if dim % HEAD_ALIGNED == 0 else 0.5)
+            products = 2.0 * flops / rate  # no causal half is left out
             return (
                 products + 5.0 * scores / self.stream + 6 * self.launch_s,
                 2 * products + 8.0 * scores / self.stream + 8 * self.launch_s,

@@ -30,19 +30,27 @@ class Software:
     loss_bytes       per logit at the loss: 16-bit logits and the fp32 softmax, made in place (6), and further copies
     weight_gradient_copy  share of a product's weight gradient that lies in memory before it is added to the buffer
     offloaded        share of the activations that a layout with offload moves to the host
-    workspace_bytes  fixed workspaces of the math libraries
+    keeps_quantized  whether 8-bit products keep their operands in 8 bits for the backward
+    keeps_gathered   whether ZeRO-3 under a pipeline keeps parameters and gradients whole through a step
+    workspace_bytes  fixed workspaces of the math libraries: cuBLAS's 32 MiB for the forward's and the backward's thread,
+                     Transformer Engine's 32 MiB; expert_workspace_bytes: of the four streams of grouped products
     fragmentation    bytes that the allocator holds beyond the tensors that come and go, as a share of those
+    reduce_bytes     per element of a gradient as it is sent
+    matmul           speed of the era's matmul kernels beside those of the device file
     kernel_s         seconds the host needs per kernel it launches (near 0 with graphs)
     launch           the device's own seconds per kernel, as a multiple of the device file's
     stream           speed of pointwise kernels beside ideally fused ones
     grouped          speed of a product over many experts beside a single product of the same size
     quantize         traffic of quantizing for 8-bit products beside one pass per operand
     expert_s         seconds per layer with experts, each way, that the host waits for counts and sorts
+    expert_kernels   launches per local expert and product, where no kernel takes all at once (thrice in 8 bits)
     selective_matmul share of the matmuls that selective recompute runs again
     tp_exposed       share of tensor-parallel traffic that no compute hides
     cp_exposed, ep_exposed, pp_exposed   likewise, of context, expert and pipeline traffic
     distinct         1 where a token goes once to each rank (and node) that holds its experts, 0 once to each expert
     dp_window        share of the last micro-batch's backward that can hide gradient reduction
+    gather_window    share of the first micro-batch's forward that can hide the gather of updated parameters
+    gather_rank_s    seconds per rank of that gather, where each rank broadcasts its own part
     dp_exposed       share of data-parallel traffic that stays exposed however long the window is
     fsdp_window      share of compute that can hide parameter gathers (ZeRO-3)
     contention       compute lost per second of hidden traffic, as kernels share the device
@@ -59,14 +67,20 @@ class Software:
     loss_bytes: float = 6.0
     weight_gradient_copy: float = 1.0
     offloaded: float = 1.0
+    keeps_gathered: bool = False
+    keeps_quantized: bool = True
     workspace_bytes: float = 9e7
+    expert_workspace_bytes: float = 1.2e8
     fragmentation: float = 0.08
+    reduce_bytes: float = 4.0
+    matmul: float = 1.0
     kernel_s: float = 4e-6
     launch: float = 1.0
     stream: float = 1.0
     grouped: float = 0.9
     quantize: float = 1.0
     expert_s: float = 0.0
+    expert_kernels: float = 0.0
     selective_matmul: float = 0.0
     tp_exposed: float = 0.5
     cp_exposed: float = 0.5
@@ -74,6 +88,8 @@ class Software:
     pp_exposed: float = 0.5
     distinct: float = 0.0
     dp_window: float = 0.8
+    gather_window: float = 0.8
+    gather_rank_s: float = 0.0
     dp_exposed: float = 0.05
     fsdp_window: float = 0.8
     contention: float = 0.15
@@ -103,7 +119,9 @@ def load_software(name: str, data: Mapping[str, Any] | None = None) -> Software:
     stacks = (software_data() if data is None else data)["stack"]
     if name not in stacks:
         raise UsageError(f"unknown software {name!r}", where="software", hint=f"one of {', '.join(stacks)}")
-    return Software(name=name, **{key: value for key, value in stacks[name].items() if key in _FIELDS})
+    # `like` names a stack whose values it has besides its own
+    values = stacks.get(stacks[name].get("like"), {}) | stacks[name]
+    return Software(name=name, **{key: value for key, value in values.items() if key in _FIELDS})
 
 
 def default_software(device_name: str = "") -> Software:
@@ -125,15 +143,19 @@ def stack_of(framework: str, year: float, data: Mapping[str, Any] | None = None)
 def software_of(
     framework: str, year: float, options: Iterable[str] = (), data: Mapping[str, Any] | None = None
 ) -> Software:
-    """The stack of a framework at a date, changed by what a run says of itself (`[option.*]` of software.toml)."""
-    return changed(load_software(stack_of(framework, year, data), data), options, data)
+    """The stack of a framework at a date, changed by its name and by what a run says of itself (`[option.*]` of
+    software.toml)."""
+    return changed(load_software(stack_of(framework, year, data), data), {framework, *options}, data)
 
 
 def changed(software: Software, options: Iterable[str], data: Mapping[str, Any] | None = None) -> Software:
-    """`software` with the changes of some options, in the order of their names."""
+    """`software` with the changes of some options, in the order of their names; a framework's name is one too, and
+    `activation-offload=0.3` is Software.offloaded."""
     known = (software_data() if data is None else data)["option"]
     for option in sorted(options):
         if option in known:
             changes = {key: value for key, value in known[option].items() if key in _FIELDS}
             software = replace(software, **changes)
+        elif option.startswith("activation-offload="):
+            software = replace(software, offloaded=float(option.partition("=")[2]))
     return software

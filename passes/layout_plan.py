@@ -1,0 +1,294 @@
+"""Layout plan: a layout that was found, with the placement of one stage, as a Plan.
+
+In:  what the layout search found, the Program and Problem it was described from.
+Out: a Plan whose mesh is pp, dp, fsdp, cp, tp, and whose blocks say how every tensor lies.
+
+The placement is made on (data, tp) at the layout's micro-batch; the sequence is then split over cp wherever a value
+or op has it, and experts over ep, as the layout says.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from autopar.cluster import Cluster
+from autopar.cost import step
+from autopar.cost.layout_memory import timeline
+from autopar.cost.pipeline import Priced
+from autopar.cost.prices import PRECISIONS, Prices
+from autopar.cost.software import default_software, load_software
+from autopar.errors import ConstraintError, ShardingError, UsageError
+from autopar.layout import Layout
+from autopar.mesh import Mesh
+from autopar.passes.combinations import mesh_of
+from autopar.passes.decisions import Decisions, Word, parse_decisions
+from autopar.passes.describe import describe
+from autopar.passes.layout_search import Alternative as Other
+from autopar.passes.layout_mixed import search_any
+from autopar.passes.layout_search import Found
+from autopar.passes.layout_space import Space
+from autopar.passes.placement import solve
+from autopar.passes.plan_writer import axes_of, block_part, state_of, version_of
+from autopar.passes.propagate import check_fixed
+from autopar.plans import ALL_AXES, Alternative, DataPart, ModelPart, Plan, PredictedPart, fingerprint
+from autopar.problem import Problem, Solution
+from autopar.program import Program
+from autopar.sharding import Sharding
+from autopar.workload import Workload
+
+_SLOWER, _MISSES = 8, 4
+EXPERT, SEQUENCE = "expert", "sequence"
+
+
+def plan_layout(
+    program: Program,
+    problem: Problem,
+    cluster: Cluster,
+    *,
+    batch: int,
+    decisions: Decisions,
+    objective: str = "time",
+    task: str = "causal-lm",
+    constraints: Sequence[str] = (),
+    shardings: Sequence[str] = (),
+    progress: Callable[[str], None] | None = None,
+) -> Plan:
+    """Describe the program, search all layouts, place the best one. `shardings`: those of the constraints that are
+    about shardings; the problem has them fixed. Raises InfeasibleError, ConstraintError, UsageError."""
+    workload = describe(program, problem)
+    software = default_software(cluster.device.name)
+    precisions = ("fp32",) if cluster.device.name == "cpu" else ("bf16",)
+    space = Space(workload, cluster, batch, decisions, precisions)
+    space = replace(space, decisions=Decisions((*decisions.words, *_divides(problem, space, shardings))))
+    found, where, note = search_any(space, software, objective=objective, progress=progress)
+    plan = write_layout_plan(
+        program, problem, workload, found, where,
+        batch=batch, task=task, software=software.name, constraints=constraints,
+    )  # fmt: skip
+    return plan if note is None else plan.model_copy(update={"notes": (note, *plan.notes)})
+
+
+def _divides(problem: Problem, space: Space, shardings: Sequence[str]) -> tuple[Word, ...]:
+    """What the user's shardings leave of tp: the sizes at which all that is fixed divides."""
+    if not shardings:
+        return ()
+    sizes, refusal = [], None
+    for tp in space.allowed("tp", space.tensor_ways):
+        try:
+            check_fixed(problem, mesh_of(1, 1, tp), shardings)
+            sizes.append(tp)
+        except ConstraintError as error:
+            refusal = refusal or error
+    if refusal is not None and not sizes:
+        raise refusal
+    return parse_decisions([f"tp={'|'.join(map(str, sizes))}"]).words
+
+
+def layout_words(
+    mesh: str | Mesh | None,
+    micro_batches: int | None,
+    recompute: str | None,
+    precision: str,
+    batch: int,
+    devices: int,
+) -> list[str]:
+    """The options of a plan as decisions: `mesh` fixes the axes that it names (fsdp as ZeRO-3), `micro_batches` the
+    size of one."""
+    words = [f"precision={precision}"]
+    if recompute is not None:
+        words.append(f"recompute={recompute}")
+    try:
+        named = (Mesh.parse(mesh) if isinstance(mesh, str) else mesh).sizes if mesh is not None else {}
+    except ShardingError as error:
+        raise UsageError(error.what, where=error.where, hint=error.hint) from None
+    known = {"dp", "fsdp", "tp", "cp", "pp", "ep", "etp"}
+    if unknown := set(named) - known:
+        raise UsageError(
+            f"mesh {mesh}: unknown axis {sorted(unknown)[0]!r}", hint=f"axes {', '.join(sorted(known))}"
+        )
+    product = math.prod(size for axis, size in named.items() if axis not in ("ep", "etp"))
+    if devices % product or ("dp" in named and product != devices):
+        raise UsageError(
+            f"mesh {mesh} has {product} devices, the cluster {devices} devices",
+            hint="sizes whose product is that",
+        )
+    words += [f"{axis}={named[axis]}" for axis in ("tp", "cp", "pp", "ep", "etp") if axis in named]
+    fsdp = named.get("fsdp", 1)
+    if "dp" in named:
+        words.append(f"dp={named['dp'] * fsdp}")
+    if fsdp > 1:
+        words += ["zero=3", f"shard={fsdp if named.get('dp', 1) > 1 else 0}"]
+    if micro_batches is not None:
+        sizes = [
+            size
+            for size in range(1, batch + 1)
+            if batch % (size * micro_batches) == 0 and devices % (batch // (size * micro_batches)) == 0
+        ]
+        if not sizes:
+            raise UsageError(
+                f"batch {batch} in {micro_batches} micro-batches does not divide over {devices} devices",
+                where="micro-batches",
+                hint="a number that divides the batch",
+            )
+        words.append("mbs=" + "|".join(map(str, sizes)))
+    return words
+
+
+def write_layout_plan(
+    program: Program,
+    problem: Problem,
+    workload: Workload,
+    found: Found,
+    cluster: Cluster,
+    *,
+    batch: int,
+    task: str,
+    software: str,
+    constraints: Sequence[str] = (),
+) -> Plan:
+    """The Plan of the best layout."""
+    best, layout = found.best, found.best.layout
+    fsdp = (layout.shard or layout.dp) if layout.zero == 3 else 1
+    sizes = {"pp": layout.pp, "dp": layout.dp // fsdp, "fsdp": fsdp, "cp": layout.cp, "tp": layout.tp}
+    mesh = Mesh.of({axis: sizes[axis] for axis in ALL_AXES})
+    solution = _spread(problem, _place(problem, layout, cluster, batch), layout, fsdp)
+    whole = Mesh.of({**mesh.sizes, "ep": layout.ep, "etp": layout.etp})
+    step_s = best.step_s
+    peak = cluster.device.peak("fp32" if layout.precision == "fp32" else "bf16")
+    flops = workload.flops_per_token() * batch * workload.seq
+    memory = {kind: int(size) for kind, size in best.memory_bytes.items()}
+    moments = timeline(workload, layout, load_software(software), batch)
+    return Plan.model_validate(
+        {
+            "autopar_version": version_of(),
+            "model": ModelPart(
+                name=program.name,
+                fingerprint=fingerprint(program),
+                parameters=program.parameter_count,
+                task=task,
+            ),
+            "cluster": cluster.to_dict(),
+            "mesh": str(mesh),
+            "data": DataPart(batch=batch, seq=workload.seq, micro_batches=batch // (layout.dp * layout.mbs)),
+            "precision": layout.precision,
+            "recompute": layout.recompute,
+            "zero": layout.zero,
+            "axes": axes_of(problem, solution, whole),
+            "blocks": {
+                name: block_part(program, problem, solution, whole, name) for name in program.multiplicity
+            },
+            "state": state_of(program, solution, mesh),
+            "predicted": PredictedPart(
+                step_time_s=step_s,
+                tokens_per_s=batch * workload.seq / step_s,
+                mfu=flops / (step_s * cluster.device_count * peak),
+                time_s=dict(best.time_s),
+                memory_bytes=memory,
+                memory_total_bytes=int(best.memory_total),
+                memory_limit_bytes=int(found.limit_bytes),
+                bound_s=min(found.bound_s, step_s),
+                searched={"cores": found.cores, "layouts": found.rows, "simulated": found.simulated},
+                moments={label: int(sum(held.values())) for label, held in moments},
+            ),
+            "alternatives": alternatives(found),
+            "notes": [*program.notes, *workload.notes[:10]],
+            "constraints": list(constraints),
+            "layout": str(layout),
+            "software": software,
+            "workload": workload.to_dict(),
+        }
+    )
+
+
+def _place(problem: Problem, layout: Layout, cluster: Cluster, batch: int) -> Solution:
+    """The placement of a micro-batch's ops on (data, tp)."""
+    micro_batches = batch // (layout.dp * layout.mbs)
+    mesh = mesh_of(layout.dp, 1, layout.tp)
+    small = problem.with_batch(batch // micro_batches)
+    precision = layout.precision if layout.precision in PRECISIONS else "bf16"
+    prices = Prices.of(cluster, mesh, precision, small, micro_batches=micro_batches)
+    prices = Prices.of(
+        cluster, mesh, precision, small,
+        parameter_s=step.parameter_s(prices, micro_batches), micro_batches=micro_batches,
+    )  # fmt: skip
+    return solve(small, mesh, prices)
+
+
+def _spread(problem: Problem, solution: Solution, layout: Layout, fsdp: int) -> Solution:
+    """The solution with its data axis spelled as dp and fsdp, the sequence over cp and experts over ep."""
+    data = tuple(axis for axis, size in (("dp", layout.dp // fsdp), ("fsdp", fsdp)) if size > 1)
+
+    def spelled(axes: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(name for axis in axes for name in (data if axis == "dp" else (axis,)))
+
+    def over(logical: str, size: int, ways: int) -> tuple[str, ...]:
+        if logical == SEQUENCE and layout.cp > 1 and size % (layout.cp * ways) == 0:
+            return ("cp",)
+        if logical == EXPERT and layout.ep > 1 and size % (layout.ep * ways) == 0:
+            return ("ep",)
+        return ()
+
+    mesh_sizes = {"dp": layout.dp, "tp": layout.tp}
+    shardings: dict[str, Sharding] = {}
+    for name, sharding in solution.shardings.items():
+        value = problem.values[name]
+        dims = []
+        for axes, size, logical in zip(sharding.dims, value.info.shape, value.axes, strict=True):
+            ways = math.prod(mesh_sizes[axis] for axis in axes)
+            dims.append((*over(logical, size, ways), *spelled(axes)))
+        shardings[name] = Sharding(tuple(dims), spelled(sharding.sums))
+    choices: dict[str, Mapping[str, str | None]] = {}
+    for op in problem.ops:
+        choice = {
+            new: factor
+            for axis, factor in solution.choices[op.name].items()
+            for new in (data if axis == "dp" else (axis,))
+        }
+        for factor, logical in op.logical.items():
+            if op.rule is not None and (axes := over(logical, op.rule.sizes.get(factor, 1), 1)):
+                choice.setdefault(axes[0], factor)
+        choices[op.name] = choice
+    return Solution(choices, shardings, solution.cost_s, solution.objective_s)
+
+
+def alternatives(found: Found) -> list[Alternative]:
+    """The fastest other layouts that fit and that do not, and why they were not chosen."""
+    best = found.best
+    own = best.layout.with_(cuts=())
+    others = [other for other in found.alternatives if other.layout != own]
+    slower = [other for other in others if other.fits][:_SLOWER]
+    misses = [other for other in others if not other.fits][:_MISSES]
+    return [
+        Alternative(
+            mesh=str(other.layout),
+            micro_batches=max(
+                1,
+                round(
+                    best.micro_batches
+                    * best.layout.dp
+                    * best.layout.mbs
+                    / (other.layout.dp * other.layout.mbs)
+                ),
+            ),
+            recompute=_word(other.layout.recompute),
+            step_time_s=other.step_s,
+            memory_total_bytes=int(other.memory_bytes),
+            fits=other.fits,
+            reason=_reason(other, best, found.limit_bytes),
+        )
+        for other in (*slower, *misses)
+    ]
+
+
+def _word(recompute: str) -> Any:
+    return recompute
+
+
+def _reason(other: Other, best: Priced, limit: float) -> str:
+    if not other.fits:
+        return f"{(other.memory_bytes - limit) / 2**30:.2f} GiB over"
+    slower = 100 * (other.step_s / best.step_s - 1)
+    return f"{slower:.1f} % slower" if slower > 0 else "as fast within the simulation, or less memory free"
