@@ -18,13 +18,13 @@ from textwrap import wrap
 from typing import Any
 
 from autopar.cluster import Cluster, Device, load_cluster, load_device
-from autopar.cost.money import DAY_S, Budget, Point, count_text, duration_text, draw, frontier
+from autopar.cost.money import DAY_S, Budget, Point, count_text, draw, duration_text, frontier
 from autopar.cost.pipeline import Priced
 from autopar.cost.software import default_software
 from autopar.errors import ClusterError, InfeasibleError, UsageError
 from autopar.layout import Layout
 from autopar.passes.decisions import Decisions, parse_decisions
-from autopar.passes.layout_search import search_layouts
+from autopar.passes.layout_mixed import search_any
 from autopar.passes.layout_space import Space
 from autopar.plans import Plan
 from autopar.workload import Workload
@@ -40,15 +40,34 @@ def checkpoint_bytes(parameters: float, frozen: float = 0.0) -> float:
     return parameters * ((1 - frozen) * TRAINED_BYTES + frozen * FROZEN_BYTES)
 
 
-def plan_budget(plan: Plan, tokens: float) -> Budget:
-    """What `tokens` take with this plan, on its cluster. Raises UsageError for tokens that cannot be."""
-    frozen = plan.parsed_workload.frozen if plan.workload is not None else 0.0
+def run_budget(
+    cluster: Cluster,
+    *,
+    step_s: float,
+    tokens_per_step: float,
+    tokens: float,
+    parameters: float,
+    frozen: float,
+) -> Budget:
+    """What `tokens` take on a cluster. Raises UsageError for tokens that cannot be."""
     return Budget.on(
-        plan.parsed_cluster,
-        step_time_s=plan.predicted.step_time_s,
-        tokens_per_step=plan.data.batch * plan.data.seq,
+        cluster,
+        step_time_s=step_s,
+        tokens_per_step=tokens_per_step,
         total_tokens=tokens,
-        state_bytes=checkpoint_bytes(plan.model.parameters, frozen),
+        state_bytes=checkpoint_bytes(parameters, frozen),
+    )
+
+
+def plan_budget(plan: Plan, tokens: float) -> Budget:
+    """What `tokens` take with this plan, on its cluster."""
+    return run_budget(
+        plan.parsed_cluster,
+        step_s=plan.predicted.step_time_s,
+        tokens_per_step=plan.data.batch * plan.data.seq,
+        tokens=tokens,
+        parameters=plan.model.parameters,
+        frozen=plan.parsed_workload.frozen if plan.workload is not None else 0.0,
     )
 
 
@@ -56,7 +75,9 @@ def budget_lines(budget: Budget, cluster: Cluster) -> list[str]:
     """The budget as the last part of a page, with the source of every number that nobody gave."""
     lines = ["budget", *(f"  {line}" for line in budget.lines())]
     if budget.price_per_device_hour is None:
-        lines.append("  price         unknown: `price_per_hour` in the cluster file, or autopar budget --price")
+        lines.append(
+            "  price         unknown: `price_per_hour` in the cluster file, or autopar budget --price"
+        )
     given = {"failures_per_device_hour": budget.failures_per_device_hour, "restart_s": budget.restart_s}
     given["storage_gbps"] = budget.storage_bytes_per_s / 1e9
     return lines + assumed_lines({f"{name} {given[name]:.3g}": why for name, why in cluster.assumed.items()})
@@ -65,9 +86,7 @@ def budget_lines(budget: Budget, cluster: Cluster) -> list[str]:
 def assumed_lines(assumed: Mapping[str, str]) -> list[str]:
     """Numbers that nobody gave, with their sources, in lines of a page."""
     told = (f"{name}: {source.removeprefix('assumed: ')}" for name, source in assumed.items())
-    return [
-        line for words in told for line in wrap(words, 98, initial_indent="  ", subsequent_indent="    ")
-    ]
+    return [line for words in told for line in wrap(words, 98, initial_indent="  ", subsequent_indent="    ")]
 
 
 def budget_data(budget: Budget) -> dict[str, Any]:
@@ -152,7 +171,9 @@ def offered_clusters(
             found.append(load_cluster(f"{device.name}:{nodes}x{per_node}"))
             nodes *= 2
     if not found:
-        raise UsageError("no cluster to search", where="budget", hint="--device h100 or --clusters h100:8x8,h100:64x8")
+        raise UsageError(
+            "no cluster to search", where="budget", hint="--device h100 or --clusters h100:8x8,h100:64x8"
+        )
     return list({cluster.name: cluster for cluster in found}.values())
 
 
@@ -221,7 +242,7 @@ def search_offers(
         tell(f"searching {cluster.name}")
         space = Space(workload, cluster, batch, decisions or Decisions(), precisions)
         try:
-            found = search_layouts(space, default_software(cluster.device.name))
+            found, _, _ = search_any(space, default_software(cluster.device.name))
         except (InfeasibleError, ClusterError) as problem:
             refused.append(Refused(cluster.name, problem.what))
             error = problem if isinstance(problem, InfeasibleError) else error
@@ -256,19 +277,20 @@ def offer_of(workload: Workload, cluster: Cluster, best: Priced, batch: int, tok
     """The offer of one priced layout."""
     peak = cluster.device.peak("fp32" if best.layout.precision == "fp32" else "bf16")
     flops = workload.flops_per_token() * batch * workload.seq
-    budget = Budget.on(
+    budget = run_budget(
         cluster,
-        step_time_s=best.step_s,
+        step_s=best.step_s,
         tokens_per_step=batch * workload.seq,
-        total_tokens=tokens,
-        state_bytes=checkpoint_bytes(workload.parameters, workload.frozen),
+        tokens=tokens,
+        parameters=workload.parameters,
+        frozen=workload.frozen,
     )
     return Offer(cluster, best.layout, flops / (best.step_s * peak * cluster.device_count), budget)
 
 
 @dataclass(frozen=True)
 class Answer:
-    """`question`: "cheapest", ...; `offer`: None where nothing meets the limits."""
+    """`question`: smallest, cheapest or fastest."""
 
     question: str
     offer: Offer
@@ -365,7 +387,7 @@ class Market:
     # ---- text
 
     def lines(self) -> list[str]:
-        """The page, at most 100 columns wide."""
+        """The page, at most 100 columns wide but for layouts."""
         first = self.offers[0].budget
         out = [
             f"model     {self.model}",
@@ -374,24 +396,29 @@ class Market:
             "",
             *self._table(),
         ]
-        out += [f"  {one.name:<20}{one.why}"[:100] for one in self.refused]
+        for one in self.refused:
+            out += wrap(f"{one.name}: {one.why}", 98, initial_indent="  ", subsequent_indent="    ")
         if self.points:
             out += ["", *draw(self.points, width=90, currency=self.currency)]
         if self.currency == DEVICE_HOURS:
             device = self.offers[0].cluster.device.name
-            out += ["", f"prices    unknown, so costs are device hours; for money, --price {device}=2.5 (per hour)"]
+            out += [
+                "",
+                f"prices    unknown, so costs are device hours; for money, --price {device}=2.5 (per hour)",
+            ]
         money = f" {self.currency}" if self.limits.max_cost is not None else ""
         out += ["", f"{self.limits}{money}" or "without limits"]
         for answer in self.answers:
             out.append(f"  {answer.question:<10}{self.told(answer.offer)}")
         for offer in dict.fromkeys(answer.offer for answer in self.answers):
-            out.append(f"  on {offer.name}: {offer.layout}")
+            out.append(f"  on {offer.name}")
+            out.append(f"    {offer.layout}")  # whole, to be copied to --layout
         if not self.answers:
             out += ["  nothing does", *(f"  {line}" for line in self.nearest)]
         assumed = {key: why for offer in self.offers for key, why in offer.cluster.assumed.items()}
         if assumed:
             out += ["", "assumed", *assumed_lines(assumed)]
-        return [line if len(line) <= 100 else f"{line[:97]}..." for line in out]
+        return out
 
     def _table(self) -> list[str]:
         money = self.currency != DEVICE_HOURS
@@ -408,11 +435,18 @@ class Market:
             row += [count_text(budget.device_hours).strip() if offer.ends else "-"]
             if money:
                 known = cost is not None and offer.ends
-                row += [count_text(cost).strip(), f"{cost / self.tokens * 1e6:.3g}"] if known and cost else ["-", "-"]
+                row += (
+                    [count_text(cost).strip(), f"{cost / self.tokens * 1e6:.3g}"]
+                    if known and cost
+                    else ["-", "-"]
+                )
             rows.append(row)
         widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
         return [
-            "  " + "  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))])
+            "  "
+            + "  ".join(
+                [row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))]
+            )
             for row in rows
         ]
 
@@ -443,7 +477,11 @@ class Market:
 
 
 def asked(
-    clusters: Sequence[Cluster], limits: Limits, fix: Sequence[str], forbid: Sequence[str], precision: str | None
+    clusters: Sequence[Cluster],
+    limits: Limits,
+    fix: Sequence[str],
+    forbid: Sequence[str],
+    precision: str | None,
 ) -> tuple[Decisions, tuple[str, ...]]:
     """What the search may choose, and the precisions; refuses a cost limit where no price is known."""
     if limits.max_cost is not None and all(cluster.price_per_hour is None for cluster in clusters):
@@ -481,6 +519,8 @@ def market_of(
             if not turn:
                 raise
             break  # none of the sizes between divides
-        order = sorted((*found.offers, *offers), key=lambda o: (o.cluster.device.name, o.cluster.device_count))
+        order = sorted(
+            (*found.offers, *offers), key=lambda o: (o.cluster.device.name, o.cluster.device_count)
+        )
         found = replace(found, offers=tuple(order), refused=(*found.refused, *(refused if not turn else ())))
     return found

@@ -22,7 +22,12 @@ def frontier_svg(market: Market) -> str:
         tag("style", "text{font:12px system-ui,sans-serif;fill:#24292f}.g{stroke:#e3e6ea}.s{fill:#59636e}"),
         rect(0, 0, _WIDTH, _HEIGHT, fill="#fff"),
         text(_LEFT, 24, f"{market.model[:80]}", font_size=15, style="font-size:15px;font-weight:600"),
-        text(_LEFT, 44, f"{count_text(market.tokens).strip()} tokens: time and cost of each cluster", class_="s"),
+        text(
+            _LEFT,
+            44,
+            f"{count_text(market.tokens).strip()} tokens: time and cost of each cluster",
+            class_="s",
+        ),
     ]
     if not points:
         parts.append(text(_LEFT, _HEIGHT / 2, "no run ends"))
@@ -43,7 +48,9 @@ def frontier_svg(market: Market) -> str:
         parts.append(text(x(limits.deadline_days) + 4, _TOP + 12, "deadline", class_="s"))
     if limits.max_cost is not None:
         parts.append(_limit(_LEFT, y(limits.max_cost), _WIDTH - _RIGHT, y(limits.max_cost)))
-        parts.append(text(_WIDTH - _RIGHT, y(limits.max_cost) - 5, "most it may cost", text_anchor="end", class_="s"))
+        parts.append(
+            text(_WIDTH - _RIGHT, y(limits.max_cost) - 5, "most it may cost", text_anchor="end", class_="s")
+        )
     parts += _points(market, x, y)
     return str(picture(_WIDTH, _HEIGHT, parts, label=f"cost and time of {market.model}", alone=True)) + "\n"
 
@@ -67,7 +74,7 @@ def _points(market: Market, x: Callable[[float], float], y: Callable[[float], fl
             word = f"{point.label}, {answers[point.label]}" if point.label in answers else point.label
             right = x(point.days) < _WIDTH - 180
             parts.append(
-                text(x(point.days) + (9 if right else -9), y(point.cost) - 7, word,
+                text(x(point.days) + (9 if right else -9), y(point.cost) + (20 if point in best else -8), word,
                      text_anchor="start" if right else "end", font_weight=600 if point.label in answers else None)
             )  # fmt: skip
     return parts

@@ -2,6 +2,9 @@
 
     autopar plan llama-3.1-405b --cluster h100:2048x8 --batch 2048 --seq 8192 -o plan.json
     autopar estimate llama-3.1-405b --cluster h100:2048x8 --batch 2048 --seq 8192 --layout tp=8,pp=16,zero=1
+    autopar explain plan.json --why-not tp=4 --what-if inter_bw=2x --sensitivity --robust --formula
+    autopar report plan.json -o plan.html --trace trace.json
+    autopar budget MODEL --tokens 15e12 --deadline 60d --price h100=2.5
     autopar train MODEL --cluster cpu:4 --steps 30
     autopar generate MODEL "The capital of France is" --processes 2
 
@@ -20,14 +23,15 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from autopar.errors import AutoparError, UsageError
 
 if TYPE_CHECKING:
-    from autopar.plans import Plan
+    from autopar.cluster import Cluster
+    from autopar.cost.money import Budget
 
 app = typer.Typer(
     help="Finds the fastest parallel plan for a PyTorch model on a cluster, and runs it.",
@@ -81,7 +85,9 @@ PrecisionOption = Annotated[
 ]
 TokensOption = Annotated[
     float | None,
-    typer.Option("--tokens", help="tokens of the whole run, such as 15e12: adds days, cost, failures, goodput"),
+    typer.Option(
+        "--tokens", help="tokens of the whole run, such as 15e12: adds days, cost, failures, goodput"
+    ),
 ]
 JsonOption = Annotated[
     bool, typer.Option("--json", help="JSON on standard output, everything else on standard error")
@@ -138,7 +144,10 @@ def plan(
     if tokens is None:
         print(found.to_json() if as_json else found.page())
     else:
-        _print_with_budget(found, tokens, as_json)
+        from autopar.budget import plan_budget
+
+        run = plan_budget(found, tokens)
+        _tell_result(found.page, lambda: json.loads(found.to_json()), found.parsed_cluster, run, as_json)
     if output is not None and not quiet:
         print(f"plan written to {output}", file=sys.stderr)
 
@@ -146,7 +155,8 @@ def plan(
 @app.command()
 def estimate(
     model: Annotated[
-        str, typer.Argument(help="as for plan; or a plan file (*.json), which has all the rest", metavar="MODEL")
+        str,
+        typer.Argument(help="as for plan; or a plan file (*.json), which has all the rest", metavar="MODEL"),
     ],
     cluster: Annotated[
         str | None, typer.Option("--cluster", "-c", help="as for plan (default: the plan's, else local)")
@@ -170,6 +180,7 @@ def estimate(
     measured: Annotated[
         str | None, typer.Option("--measured", help="a measured step time to compare with: 7.1s, 350ms")
     ] = None,
+    tokens: TokensOption = None,
     as_json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
@@ -188,18 +199,33 @@ def estimate(
             measured_s=None if measured is None else seconds_of(measured),
             progress=tell,
         )
-    print(json.dumps(found.to_dict(), indent=1) if as_json else found.page())
+    run = None
+    if tokens is not None:
+        from autopar.budget import run_budget
+
+        run = run_budget(
+            found.cluster,
+            step_s=found.step_s,
+            tokens_per_step=found.batch * found.workload.seq,
+            tokens=tokens,
+            parameters=found.workload.parameters,
+            frozen=found.workload.frozen,
+        )
+    _tell_result(found.page, found.to_dict, found.cluster, run, as_json)
 
 
-def _print_with_budget(found: Plan, tokens: float, as_json: bool) -> None:
-    """A plan, and what `tokens` take with it."""
-    from autopar.budget import budget_data, budget_lines, plan_budget
-
-    budget = plan_budget(found, tokens)
+def _tell_result(
+    page: Callable[[], str], data: Callable[[], Any], cluster: Cluster, budget: Budget | None, as_json: bool
+) -> None:
+    """A page or its JSON, and what a whole run takes where that was asked for."""
     if as_json:
-        print(json.dumps({**json.loads(found.to_json()), "budget": budget_data(budget)}, indent=1))
+        from autopar.budget import budget_data
+
+        print(json.dumps(data() if budget is None else {**data(), "budget": budget_data(budget)}, indent=1))
     else:
-        print("\n".join([found.page(), "", *budget_lines(budget, found.parsed_cluster)]))
+        from autopar.budget import budget_lines
+
+        print(page() if budget is None else "\n".join([page(), "", *budget_lines(budget, cluster)]))
 
 
 @app.command()
@@ -217,13 +243,15 @@ def budget(
     batch: BatchOption = 1024,
     seq: SeqOption = 4096,
     max_cost: Annotated[
-        float | None, typer.Option("--max-cost", help="the most the run may cost, in the currency of the prices")
+        float | None,
+        typer.Option("--max-cost", help="the most the run may cost, in the currency of the prices"),
     ] = None,
     deadline: Annotated[
         str | None, typer.Option("--deadline", help="the longest it may take: 30d, 36h, 6w")
     ] = None,
     price: Annotated[
-        list[str] | None, typer.Option("--price", help="of a device hour: h100=2.5 (default: the cluster file's)")
+        list[str] | None,
+        typer.Option("--price", help="of a device hour: h100=2.5 (default: the cluster file's)"),
     ] = None,
     currency: Annotated[
         str | None, typer.Option("--currency", help="of --price (default: the cluster file's, else USD)")
@@ -271,8 +299,9 @@ def budget(
 def report(
     plan_file: Annotated[Path, typer.Argument(metavar="PLAN", help="a plan file")],
     output: Annotated[
-        Path, typer.Option("--output", "-o", help="the page, one file that needs no other")
-    ] = Path("plan.html"),
+        Path | None,
+        typer.Option("--output", "-o", help="the page, one file (default: the plan's name with .html)"),
+    ] = None,
     trace: Annotated[
         Path | None,
         typer.Option("--trace", help="also write the predicted step as a trace (ui.perfetto.dev reads it)"),
@@ -290,7 +319,7 @@ def report(
     lines = [] if tokens is None else budget_lines(plan_budget(found, tokens), found.parsed_cluster)[1:]
     page = report_html(found, budget=lines)
     events = None if trace is None else trace_json(found)
-    _write(output, page, quiet)
+    _write(output or plan_file.with_suffix(".html"), page, quiet)
     if trace is not None and events is not None:
         _write(trace, events, quiet)
 
@@ -304,6 +333,53 @@ def _write(path: Path, text: str, quiet: bool) -> None:
         ) from None
     if not quiet:
         print(f"written to {path}", file=sys.stderr)
+
+
+@app.command()
+def explain(
+    plan_file: Annotated[Path, typer.Argument(help="a plan that autopar plan -o wrote", metavar="PLAN")],
+    why_not: Annotated[
+        list[str] | None, typer.Option("--why-not", help="tp=4, or tp=4,pp=8, or a whole layout; repeatable")
+    ] = None,
+    what_if: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--what-if",
+            help="inter_bw=2x, gpus=512, batch=1024, seq=16384, or several with commas (also intra_bw, latency, flops,"
+            " memory, memory_bw); repeatable",
+        ),
+    ] = None,
+    sensitivity: Annotated[
+        bool, typer.Option("--sensitivity", help="what errors of the cost model's constants do to the choice")
+    ] = False,
+    robust: Annotated[
+        bool, typer.Option("--robust", help="the layout with the least regret over those errors")
+    ] = False,
+    formula: Annotated[
+        bool, typer.Option("--formula", help="seconds and bytes in sequence length S and batch B")
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Say why a plan is as it is, why not otherwise, and what if something were otherwise."""
+    from autopar import explain as ask
+    from autopar import explain_cost, explain_text
+    from autopar.plans import Plan
+
+    study = ask.Study.of(Plan.load(plan_file))
+    data: dict[str, Any] = {}
+    if not (why_not or what_if or sensitivity or robust or formula):
+        data["why"] = ask.why(study)
+    if why_not:
+        data["why_not"] = [ask.why_not(study, words) for words in why_not]
+    if what_if:
+        data["what_if"] = [ask.what_if(study, words) for words in what_if]
+    if sensitivity:
+        data["sensitivity"] = explain_cost.uncertain(study)
+    if robust:
+        data["robust"] = explain_cost.steady(study)
+    if formula:
+        data["formula"] = explain_cost.symbols(study)
+    print(explain_text.as_json(data) if as_json else explain_text.text(data))
 
 
 @app.command()

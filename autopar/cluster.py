@@ -61,15 +61,24 @@ _DEVICE_ALIASES |= {"tpu-v6e": "tpu-trillium"}
 
 
 @cache
+def _device_file(name: str) -> tuple[Device, frozenset[str]] | None:
+    """One device of the catalogue, with the words that torch's name of it holds (for `local`)."""
+    entry = files("autopar").joinpath("devices", f"{name}.toml")
+    if re.fullmatch(r"[a-z0-9.\-]+", name) is None or not entry.is_file():
+        return None
+    data = tomllib.loads(entry.read_text(encoding="utf-8"))
+    words = frozenset(data.pop("torch_words", ()))
+    return validated(Device, data, partial(_in_device_file, entry.name), _SCHEMAS), words
+
+
+@cache
 def _device_files() -> dict[str, tuple[Device, frozenset[str]]]:
-    """The catalogue, with the words that torch's name of the device holds (for `local`)."""
+    """The whole catalogue; a file is named as its device."""
+    entries = sorted(files("autopar").joinpath("devices").iterdir(), key=lambda entry: entry.name.split("."))
     found = {}
-    for entry in sorted(files("autopar").joinpath("devices").iterdir(), key=lambda e: e.name.split(".")):
-        if entry.name.endswith(".toml"):
-            data = tomllib.loads(entry.read_text(encoding="utf-8"))
-            words = frozenset(data.pop("torch_words", ()))
-            device = validated(Device, data, partial(_in_device_file, entry.name), _SCHEMAS)
-            found[device.name] = device, words
+    for entry in entries:
+        if entry.name.endswith(".toml") and (loaded := _device_file(entry.name.removesuffix(".toml"))):
+            found[loaded[0].name] = loaded
     return found
 
 
@@ -84,11 +93,11 @@ def catalogue() -> dict[str, str]:
 
 def load_device(name: str) -> Device:
     """A device of the catalogue by name or alias, case ignored."""
-    known = _device_files()
     key = str(name).strip().lower()
     key = _DEVICE_ALIASES.get(key, key)
-    if key in known:
-        return known[key][0]
+    if (one := _device_file(key)) is not None:
+        return one[0]
+    known = _device_files()
     likely = near(key, [*known, *_DEVICE_ALIASES])
     hint = " or ".join(likely) if likely else f"one of {', '.join(known)}"
     raise ClusterError(f"unknown device '{key}', expected a name of the catalogue", where="device", hint=hint)

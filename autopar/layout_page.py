@@ -22,7 +22,11 @@ _SCHEDULES = {
     "zbv": "zero bubble that folds back (ZB-V)",
     "dualpipev": "DualPipe that folds back (DualPipeV)",
 }
-_OFFLOAD = {"optimizer": "optimizer state", "activations": "activations", "all": "optimizer state and activations"}
+_OFFLOAD = {
+    "optimizer": "optimizer state",
+    "activations": "activations",
+    "all": "optimizer state and activations",
+}
 _RECOMPUTE = {
     "none": "nothing is recomputed",
     "selective": "cheap ops are recomputed (selective)",
@@ -38,11 +42,13 @@ def layout_lines(layout: Layout, *, batch: int, seq: int, experts: int = 0) -> I
         if layout.cuts:
             yield "layers", f"{runs(layout.cuts)} per {'virtual ' * (layout.vpp > 1)}stage, in model order"
     else:
-        yield "pipeline", "none: every rank holds all layers"
+        yield "pipeline", "no stages: every rank holds all layers"
     over = ""
     if layout.zero and layout.data_ranks > 1:
         partial = 0 < layout.shard < layout.data_ranks
-        over = f" over {f'groups of {layout.shard} of the' if partial else 'all'} {layout.data_ranks} data ranks"
+        over = (
+            f" over {f'groups of {layout.shard} of the' if partial else 'all'} {layout.data_ranks} data ranks"
+        )
     yield "data", f"dp {layout.dp}; ZeRO {layout.zero}: {_ZERO[layout.zero]}{over}"
     if layout.tp > 1:
         split = "split over the sequence" if layout.sp else "repeated on each rank"
@@ -67,15 +73,15 @@ def layout_lines(layout: Layout, *, batch: int, seq: int, experts: int = 0) -> I
     )
 
 
-def wrapped(title: str, text: str, width: int = 100) -> Iterator[str]:
-    """`title` and `text` on as many lines of at most `width` as it takes, broken after commas."""
-    line = f"{title:<8}  "
+def wrapped(title: str, text: str, *, column: int = 10, width: int = 100) -> Iterator[str]:
+    """`title`, and from `column` on `text`, on as many lines of at most `width` as it takes, broken after commas."""
+    line = title.ljust(column)
     for index, word in enumerate(text.split(",")):
-        word = word if index == 0 else f",{word}"
-        if len(line) + len(word) >= width:
+        piece = word if index == 0 else f",{word}"
+        if index and len(line) + len(piece) >= width:
             yield f"{line},"
-            line, word = " " * 10, word[1:].lstrip()
-        line += word
+            line, piece = " " * column, word.lstrip()
+        line += piece
     yield line
 
 
@@ -88,11 +94,13 @@ def runs(numbers: Sequence[int]) -> str:
 
 
 def differences(one: Layout, other: Layout) -> str:
-    """What `other` has otherwise: `tp 2->4, cp 16->8`; empty for equal layouts. Cuts are left out."""
+    """What `other` has otherwise: `tp 2->4, cp 16->8`; empty for equal layouts. Left out are cuts, and dp where it
+    follows from tp, cp and pp."""
     words = []
+    left_out = {"cuts", "dp"} if one.world == other.world else {"cuts"}
     for field in fields(Layout):
         mine, theirs = getattr(one, field.name), getattr(other, field.name)
-        if field.name != "cuts" and mine != theirs:
+        if field.name not in left_out and mine != theirs:
             if isinstance(mine, bool):
                 mine, theirs = int(mine), int(theirs)
             words.append(f"{field.name} {mine}->{theirs}")

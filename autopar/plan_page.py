@@ -26,10 +26,11 @@ def _lines(plan: Plan) -> Iterator[str]:
     local = data.batch // mesh.size("dp", "fsdp") // data.micro_batches
     yield f"model     {plan.model.name}, {plan.model.parameters:,} parameters, {plan.model.task}"
     yield f"cluster   {_cluster_line(plan)}"
-    yield f"mesh      {plan.mesh}   (outermost first; neighbours along tp are neighbours in rank)"
     if plan.layout is not None:
+        yield f"mesh      {plan.mesh}   (outermost first)"
         yield from _layout_lines(plan)
     else:
+        yield f"mesh      {plan.mesh}   (outermost first; neighbours along tp are neighbours in rank)"
         yield f"stages    1: pipeline not used; ZeRO {plan.zero}; recompute {plan.recompute}; {plan.precision}"
         micro = f"{data.micro_batches} micro-batch{'es' * (data.micro_batches > 1)}"
         yield f"batch     {data.batch} sequences of {data.seq} per step, {micro}, {local} at a time on each data rank"
@@ -55,7 +56,9 @@ def _lines(plan: Plan) -> Iterator[str]:
     )
     yield from _table([(kind, _gib(size)) for kind, size in predicted.memory_bytes.items() if size > 0])
     if predicted.moments:
-        yield from wrapped("moments", ", ".join(f"{name} {_gib(size)}" for name, size in predicted.moments.items()))
+        yield from wrapped(
+            "moments", ", ".join(f"{name} {_gib(size)}" for name, size in predicted.moments.items())
+        )
     yield ""
     yield "blocks"
     for name, block in plan.blocks.items():
@@ -129,6 +132,17 @@ def _alternatives(plan: Plan) -> Iterator[str]:
     misses = [other for other in plan.alternatives if not other.fits]
     for title, rows in (("rejected: slower", slower), ("rejected: does not fit", misses)):
         if not rows:
+            continue
+        yield ""
+        yield title
+        if plan.layout is not None:
+            chosen = plan.parsed_layout
+            facts = [(_seconds(o.step_time_s), _gib(o.memory_total_bytes), o.reason) for o in rows[:_SHOWN]]
+            texts = [_other(chosen, o.mesh) for o in rows[:_SHOWN]]
+            heads = list(_table([("step", "memory", "why"), *facts]))
+            column = max(map(len, heads)) + 2
+            for head, text in zip(heads, ["differs from the chosen layout in", *texts], strict=True):
+                yield from wrapped(head, text, column=column)
             continue
         yield ""
         yield title

@@ -184,8 +184,12 @@ class Plan(_Part):
             )
         for axis, names in self.axes.items():
             _known(names, mesh, f"axes.{axis}")
+        seen: set[tuple[bool, str]] = set()  # layers of a deep model have the same few shardings
         for where, text in self._shardings():
-            _check_sharding(text, mesh, where)
+            key = where.startswith("state."), text
+            if key not in seen:
+                _check_sharding(text, mesh, where)
+                seen.add(key)
         for name, block in self.blocks.items():
             for node, choice in block.ops.items():
                 _known(choice, mesh, f"blocks.{name}.ops.{node}")

@@ -141,7 +141,8 @@ class Pricing:
             "memory_total_bytes": self.priced.memory_total,
             "memory_limit_bytes": self.limit_bytes,
             "moments_bytes": {
-                rank: [[label, sum(held.values())] for label, held in line] for rank, line in self.moments.items()
+                rank: [[label, sum(held.values())] for label, held in line]
+                for rank, line in self.moments.items()
             },
             "micro_batches": self.priced.micro_batches,
             "chunk_layers": list(self.priced.stages.layers),
@@ -168,7 +169,7 @@ def price_layout(
     check(layout, workload, cluster, batch)
     stack = software or default_software(cluster.device.name)
     priced = price(workload, layout, cluster, stack, batch)
-    moments = {rank: timeline(workload, layout, stack, batch, rank=rank) for rank in _RANKS}
+    moments = {rank: timeline(workload, layout, cluster, stack, batch, rank=rank) for rank in _RANKS}
     return Pricing(workload, cluster, layout, batch, stack, priced, moments, measured_s)
 
 
@@ -255,7 +256,9 @@ def _memory(p: Pricing) -> Iterator[str]:
     ranks = tuple(_RANKS) if p.layout.pp > 1 else ("fullest",)
     labels = [label for label, _ in p.moments["fullest"]]
     lines = [tuple([gib(sum(held.values())) for _, held in p.moments[rank]]) for rank in ranks]
-    yield from table([("moment", *labels), *((_RANKS[r], *line) for r, line in zip(ranks, lines, strict=True))])
+    yield from table(
+        [("moment", *labels), *((_RANKS[r], *line) for r, line in zip(ranks, lines, strict=True))]
+    )
 
 
 def table(rows: Sequence[Sequence[str]]) -> Iterator[str]:

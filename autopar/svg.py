@@ -31,7 +31,9 @@ def tag(name: str, *inside: str, **attributes: object) -> Markup:
     return Markup(f"<{name}{written}>{body}</{name}>")
 
 
-def picture(width: float, height: float, parts: Iterable[Markup], *, label: str, alone: bool = False) -> Markup:
+def picture(
+    width: float, height: float, parts: Iterable[Markup], *, label: str, alone: bool = False
+) -> Markup:
     """A whole <svg> that scales with its column. `alone`: for a file of its own."""
     space = "http://www.w3.org/2000/svg" if alone else None
     return tag(

@@ -14,6 +14,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+import numpy as np
+
 from autopar.errors import UsageError
 
 # How tensor parallelism splits an op. "column"/"row": a matmul's outer or inner dim; "inner": everything inside a
@@ -239,10 +241,11 @@ def _layer_of(data: Mapping[str, Any]) -> Layer:
 
 def attention_flops(op: Attention, seq: int) -> float:
     """Forward operations per token: two products over the keys that a query sees."""
-    keys = seq / 2 if op.causal else float(seq)
-    if op.window and op.window < seq:
-        keys = op.window * (1 - op.window / (2 * seq)) if op.causal else float(op.window)
-    return 2.0 * op.heads * (op.qk_dim + op.v_dim) * keys
+    seen: Any = seq
+    if op.window:  # an array or a symbol in the place of `seq` has a minimum of its own
+        seen = min(op.window, seq) if isinstance(seq, int | float) else np.minimum(op.window, seq)
+    keys = seen * (1 - seen / (2 * seq)) if op.causal else seen
+    return 2.0 * op.heads * (op.qk_dim + op.v_dim) * keys  # type: ignore[no-any-return]
 
 
 _Kind = tuple[str, str, bool]  # mixer, feed-forward, whether attention is windowed
@@ -456,6 +459,10 @@ class TransformerShape:
         ops.append(Stream("dispatch", "permute", 2 * h, 2 * h, "none", share=k, kernels=3))
         ops.append(self._matmul("expert_up", h, wide, "column", 0, share=k, experts=self.experts))
         ops.append(Stream("expert_act", "activation", wide + f, 2 * wide + f, "inner", share=k))
+        if self.bias:  # a bias per expert keeps the activation from being one fused kernel (gpt-oss)
+            ops.append(
+                Stream("expert_bias", "activation", 4 * (wide + f), 8 * (wide + f), "inner", share=k, kernels=6)
+            )
         ops.append(self._matmul("expert_down", f, h, "row", 0, share=k, experts=self.experts))
         ops.append(Stream("combine", "permute", 2 * h, 2 * h, "none", share=k, kernels=3))
         saved.append(Saved("router", 2.0 * self.experts, "sequence", item=4.0))
@@ -481,7 +488,7 @@ class TransformerShape:
             )
         )
         ops.append(Stream("conv", "scan", 2.0 * (inner + 2 * state), 3.0 * (inner + 2 * state), "inner"))
-        ops.append(Stream("scan", "scan", 6.0 * inner, 14.0 * inner, "inner", kernels=6))
+        ops.append(Stream("scan", "scan", 10.0 * inner, 24.0 * inner, "inner", kernels=6))
         ops.append(Stream("gate", "norm", 3.0 * inner, 5.0 * inner, "inner"))
         ops.append(self._matmul("out", inner, self.hidden, "row", self.scan_heads))
         saved.append(Saved("in", 2.0 * inner + 2 * state, "inner"))

@@ -21,6 +21,7 @@ import tomllib
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ from autopar.cost.grid import Array
 from autopar.cost.held import Held, held
 from autopar.cost.layout_time import LayoutTime
 from autopar.cost.rates import calibration
-from autopar.cost.software import changed, load_software, software_data
+from autopar.cost.software import ancestry, changed, load_software, software_data
 
 PRIORS = Path(__file__).with_name("priors.toml")
 COST = Path(__file__).parent.parent / "autopar" / "cost"
@@ -58,7 +59,7 @@ class Constant:
 # name: (lowest, highest, log standard deviation of the prior)
 OF_FAMILY = {
     "sustained": (0.4, 1.1, 0.10),
-    "half_size": (10.0, 2000.0, 0.5),
+    "edge": (5.0, 500.0, 0.5),
     "fp8": (0.3, 1.0, 0.15),
     "mxfp8": (0.3, 1.0, 0.15),
     "fp4": (0.2, 1.0, 0.15),
@@ -70,7 +71,9 @@ OF_FAMILY = {
     "attention_speed": (0.4, 1.4, 0.12),
 }
 OF_STACK = {
-    "matmul": (0.6, 1.1, 0.06),
+    "matmul": (0.5, 1.1, 0.05),
+    "expert_stream": (0.15, 1.5, 0.3),
+    "distinct": (0.02, 1.0, 0.5),
     "expert_kernels": (0.02, 6.0, 0.6),
     "gather_rank_s": (1e-5, 1e-2, 0.5),
     "kernel_s": (1e-7, 3e-5, 0.5),
@@ -78,7 +81,7 @@ OF_STACK = {
     "stream": (0.3, 1.3, 0.15),
     "grouped": (0.3, 1.0, 0.15),
     "quantize": (0.1, 3.0, 0.3),
-    "expert_s": (1e-6, 2e-3, 0.7),
+    "expert_s": (1e-6, 4e-4, 0.5),
     "tp_exposed": (0.02, 1.0, 0.3),
     "cp_exposed": (0.05, 1.0, 0.3),
     "ep_exposed": (0.05, 1.3, 0.3),
@@ -111,8 +114,13 @@ def prepare(runs: Sequence[Run]) -> list[Priceable]:
     for batch in found:
         grid = batch.grid
         options = frozenset(batch.options) & frozenset(software_data()["option"])
+        stacks = software_data()["stack"]
         family = calibration()["devices"].get(batch.cluster.device.name, batch.cluster.device.name)
-        touches = {("family", family), ("stack", batch.stack), *(("option", name) for name in options)}
+        touches = {
+            ("family", family),
+            *(("stack", name) for name in ancestry(batch.stack, stacks)),
+            *(("option", name) for name in options),
+        }
         out.append(
             Priceable(
                 batch,
@@ -160,7 +168,10 @@ def merged() -> dict[str, Any]:
 
 def placed(data: dict[str, Any], known: Sequence[Constant], values: Array) -> dict[str, Any]:
     """`data` with the constants at exp(values)."""
-    out = {**data, **{kind: {name: dict(v) for name, v in data[kind].items()} for kind in ("family", "stack", "option")}}
+    out = {
+        **data,
+        **{kind: {name: dict(v) for name, v in data[kind].items()} for kind in ("family", "stack", "option")},
+    }
     for constant, value in zip(known, values, strict=True):
         kind, name, key = constant.path
         out[kind][name][key] = float(np.exp(value))
@@ -174,9 +185,7 @@ class Fit:
         self.prepared, self.data = list(prepared), data
         self.constants = constants(prepared)
         self.start = np.log([constant.prior for constant in self.constants])
-        now = [
-            data[c.path[0]][c.path[1]].get(c.path[2], c.prior) for c in self.constants
-        ]
+        now = [data[c.path[0]][c.path[1]].get(c.path[2], c.prior) for c in self.constants]
         self.low = np.log([c.low for c in self.constants])
         self.high = np.log([c.high for c in self.constants])
         self.now = np.clip(np.log(now), self.low + 1e-6, self.high - 1e-6)
@@ -192,10 +201,12 @@ class Fit:
         self.runs = [run for one in self.prepared for run in one.batch.runs]
         self.log_measured = np.log(np.concatenate([one.measured for one in self.prepared]))
         edges = np.cumsum([0, *(len(one.places) for one in self.prepared)])
-        self.slices = [slice(a, b) for a, b in zip(edges[:-1], edges[1:], strict=True)]
+        self.slices = [slice(a, b) for a, b in pairwise(edges)]
         group = [f"{run.source}|{run.device}|{run.kind}" for run in self.runs]
         many = Counter(group)
-        self.weight = np.array([many[name] ** -0.25 for name in group])  # of a residual; its square is the row's
+        self.weight = np.array(
+            [many[name] ** -0.25 for name in group]
+        )  # of a residual; its square is the row's
 
     def predict(self, values: Array, only: Sequence[int] | None = None) -> Array:
         data = placed(self.data, self.constants, values)
@@ -264,7 +275,11 @@ def cross_validated(fit: Fit, values: Array) -> Array:
     for source in sorted(set(sources)):
         keep = (sources != source).astype(float)
         now = fit.without(keep, values, slope)
-        mine = [n for n, one in enumerate(fit.prepared) if one.batch.runs[0].source == source or any(r.source == source for r in one.batch.runs)]
+        mine = [
+            n
+            for n, one in enumerate(fit.prepared)
+            if one.batch.runs[0].source == source or any(r.source == source for r in one.batch.runs)
+        ]
         new = fit.predict(now, mine)
         chosen = sources == source
         out[chosen] = new[chosen]
@@ -281,6 +296,7 @@ def validation(fit: Fit, values: Array, crossed: Array) -> dict[str, Any]:
         if run.kind == "dense" and run.device in ("a100", "a100-40g", "h100", "h800", "h200"):
             parts["dense on a100, h100, h200, h800"].append(n)
         parts[f"{run.kind}, {run.device}"].append(n)
+        parts[f"from {run.source}"].append(n)
     errors = {
         name: asdict(found)
         for name, rows in sorted(parts.items(), key=lambda kv: -len(kv[1]))
@@ -306,7 +322,11 @@ def cross_validate(runs: Sequence[Run], steps: int = 4) -> dict[str, Any]:
 
 def write_constants(fit: Fit, values: Array) -> None:
     """Put the fitted numbers in the two files, which keep all else (comments, order)."""
-    for kind, file in (("family", "calibration.toml"), ("stack", "software.toml"), ("option", "software.toml")):
+    for kind, file in (
+        ("family", "calibration.toml"),
+        ("stack", "software.toml"),
+        ("option", "software.toml"),
+    ):
         path = COST / file
         text = path.read_text(encoding="utf-8")
         for constant, value in zip(fit.constants, np.exp(values), strict=True):
@@ -328,7 +348,10 @@ def _with_value(text: str, header: str, key: str, value: float) -> str:
 def write_validation(found: dict[str, Any]) -> None:
     lines = [
         "# What bench/calibrate.py found when it fitted the constants: errors of step times by leave-one-source-out.",
-        *(f'{key} = "{found[key]}"' if isinstance(found[key], str) else f"{key} = {found[key]}" for key in ("date", "rows", "sources")),
+        *(
+            f'{key} = "{found[key]}"' if isinstance(found[key], str) else f"{key} = {found[key]}"
+            for key in ("date", "rows", "sources")
+        ),
         f"in_sample = {_inline(found['in_sample'])}",
         "",
         "[errors]",
@@ -352,7 +375,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"{len(fit.runs)} rows in {len(fit.prepared)} batches, {len(fit.constants)} constants")
     values = fit.solve(options.steps)
     for constant, value in zip(fit.constants, np.exp(values), strict=True):
-        edge = " (at its bound)" if min(abs(np.log(value / constant.low)), abs(np.log(value / constant.high))) < 0.01 else ""
+        edge = (
+            " (at its bound)"
+            if min(abs(np.log(value / constant.low)), abs(np.log(value / constant.high))) < 0.01
+            else ""
+        )
         print(f"  {'.'.join(constant.path):40} {value:10.4g}  prior {constant.prior:10.4g}{edge}")
     found = validation(fit, values, cross_validated(fit, values))
     print("in-sample", found["in_sample"])

@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from published_rows import Run
 
 from autopar.cluster import Cluster, Device, load_device
-from autopar.cost.estimate import Estimates, estimate
+from autopar.cost.estimate import Estimates, estimate, memory_bytes
 from autopar.cost.grid import Grid
 from autopar.cost.software import changed, load_software, software_data, stack_of
 from autopar.errors import AutoparError
@@ -52,6 +52,13 @@ class Batch:
         """`software`, `devices`: constants other than those that ship."""
         stack = changed(load_software(self.stack, software), self.options, software)
         return estimate(self.workload, self.grid, self.cluster, stack, self.sequences, devices)
+
+    def memory(self, rank: str, kind: str) -> dict[str, Any]:
+        """Bytes by kind of one rank, counted as a row counts them."""
+        stack = changed(load_software(self.stack), self.options)
+        return memory_bytes(
+            self.workload, self.grid, self.cluster, stack, self.sequences, rank=rank, kind=kind
+        )
 
 
 def batches(runs: Sequence[Run]) -> tuple[list[Batch], list[tuple[str, str]]]:
@@ -111,4 +118,3 @@ def cluster_of(run: Run) -> Cluster:
         device = replace(device, memory_gbps=2400.0)
     per_node = min(run.per_node, device.devices_per_node)
     return Cluster(device.name, device, max(1, -(-run.gpus // per_node)), per_node, links)
-

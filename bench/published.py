@@ -62,19 +62,24 @@ def price(runs: Sequence[Run]) -> tuple[list[Priced], list[tuple[str, str]]]:
     found: dict[int, Priced] = {}
     for batch in grouped:
         out = batch.price()
-        step, memory = out.step_s, out.memory_total
+        step = out.step_s
+        ways = {_counting(run) for run in batch.runs}
+        memory = {way: batch.memory(*way) for way in ways}
         for n, (place, run) in enumerate(zip(batch.places, batch.runs, strict=True)):
             if run.step_time_s is None and run.memory_bytes is None:
                 refused.append((run.id, "neither step time nor memory was measured"))
                 continue
-            found[place] = Priced(
-                run,
-                float(step[n]),
-                float(memory[n]),
-                {kind: float(value[n]) for kind, value in out.time_s.items()},
-                {part: float(value[n]) for part, value in out.memory_bytes.items()},
-            )
+            parts = {part: float(value[n]) for part, value in memory[_counting(run)].items()}
+            times = {kind: float(value[n]) for kind, value in out.time_s.items()}
+            found[place] = Priced(run, float(step[n]), sum(parts.values()), times, parts)
     return [found[place] for place in sorted(found)], refused
+
+
+def _counting(run: Run) -> tuple[str, str]:
+    """(rank, kind) of a row's memory, as `layout_memory` calls them: the fullest rank and all that the device holds
+    where the row says nothing."""
+    rank = run.memory_rank if run.memory_rank in ("first", "last") else "fullest"
+    return rank, run.memory_kind or "device"
 
 
 def step_errors(priced: Iterable[Priced]) -> Errors | None:
@@ -105,7 +110,12 @@ def orderings(priced: Iterable[Priced]) -> list[dict[str, Any]]:
         tau = kendall_tau(predicted, measured)
         if tau is not None:
             out.append(
-                {"group": name.split("|Transformer")[0], "layouts": len(layouts), "tau": tau, "regret": regret(predicted, measured)}
+                {
+                    "group": name.split("|Transformer")[0],
+                    "layouts": len(layouts),
+                    "tau": tau,
+                    "regret": regret(predicted, measured),
+                }
             )
     return out
 
@@ -219,7 +229,7 @@ def show(data: dict[str, Any], stored: dict[str, Any] | None, list_rows: bool = 
             print(f"  {one['id']}: {one['what']}")
     if data["not_priced"]:
         print(f"\n{len(data['not_priced'])} rows not priced:")
-        for (why, names) in _by_reason(data["not_priced"]):
+        for why, names in _by_reason(data["not_priced"]):
             print(f"  {why}: {', '.join(names)}")
     if list_rows:
         _list(data["rows"])
@@ -284,10 +294,16 @@ def count_rows(path: Path) -> int:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--rows", required=True, type=Path, help="a CSV as shared/published/training.csv")
-    parser.add_argument("--json", type=Path, help="write everything that is printed, and each row, to this file")
-    parser.add_argument("--list", action="store_true", help="print every row with its prediction, worst first")
     parser.add_argument(
-        "--cross-validate", action="store_true", help="refit without each source of this file in turn (minutes)"
+        "--json", type=Path, help="write everything that is printed, and each row, to this file"
+    )
+    parser.add_argument(
+        "--list", action="store_true", help="print every row with its prediction, worst first"
+    )
+    parser.add_argument(
+        "--cross-validate",
+        action="store_true",
+        help="refit without each source of this file in turn (minutes)",
     )
     options = parser.parse_args(arguments)
     runs, refused = read_runs(options.rows)

@@ -257,9 +257,10 @@ class LayoutReader(ShapeReader):
         per_stage = shape.layers // layout.pp
         if layout.pp > 1 and vpp == 1 and not self.whole("vpp"):
             candidates: list[int] = []
-            stages = -(-shape.layers // layout.pp)  # a last stage may hold one or two layers fewer
+            stages = -(-shape.layers // layout.pp)  # the ends may hold a layer fewer
             plain = self.framework in ("megatron", "nemo", "megatron-bridge", "other") and self.year >= 2023
-            if plain and not shape.experts and stages * layout.pp - shape.layers <= 2:
+            # at scale, where nobody would leave the bubble of plain 1F1B
+            if plain and layout.world >= 128 and not shape.experts and stages * layout.pp - shape.layers <= 2:
                 # what such recipes state is 1 to 4 layers per chunk, mostly 2
                 candidates = [v for v in (stages // 2, stages) if v and stages % v == 0]
                 per_stage = stages

@@ -364,7 +364,8 @@ class _Reader(LayoutReader):
         each = batch / layout.dp
         if not mbs_said:
             mbs = 1
-            if layout.pp == 1 and self.framework in SHARDED and each == int(each):
+            whole = self.framework in SHARDED or self.year < 2022.5  # early runs did not accumulate gradients
+            if layout.pp == 1 and whole and each == int(each):
                 mbs = min(int(each), 8) if int(each) % min(int(each), 8) == 0 else 1
             self.assume("micro_batch", mbs)
             layout = replace(layout, mbs=max(1, mbs))

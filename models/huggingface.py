@@ -13,6 +13,7 @@ and gives a loss. What is changed about the model as its authors give it, and wh
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -106,10 +107,14 @@ def training_config(config: Any) -> Any:
 def build_from_config(config: Any, task: str, where: str | None = None) -> torch.nn.Module:
     """A model with random weights on the default device; under `torch.device("meta")` it takes no memory."""
     import transformers
+    from transformers.initialization import no_init_weights
 
+    # without storage there is nothing to initialise, and going through the motions takes longest of all
+    empty = torch.get_default_device().type == "meta"
     try:
         auto: Any = getattr(transformers, AUTO_CLASS[task])
-        model: Any = auto.from_config(training_config(config), dtype=torch.get_default_dtype())
+        with no_init_weights() if empty else nullcontext():
+            model: Any = auto.from_config(training_config(config), dtype=torch.get_default_dtype())
         _make_ready(model, task)
     except Exception as error:
         raise ModelError(

@@ -110,13 +110,6 @@ def storage_free_copy(
 ) -> nn.Module:
     """A deep copy of `model` whose parameters and buffers are `make(tensor)` (ties kept) and whose given stacks
     are cut to their prefix. The model itself is not changed."""
-    memo: dict[int, object] = {}
-    for tensor in (*model.parameters(), *model.buffers()):
-        if id(tensor) not in memo:
-            fresh = make(tensor)
-            memo[id(tensor)] = (
-                nn.Parameter(fresh, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fresh
-            )
     removed: list[tuple[nn.Module, str, nn.Module | None]] = []
     try:
         for stack in shorten:
@@ -124,6 +117,13 @@ def storage_free_copy(
             for index in range(stack.kept, len(stack.kinds)):
                 removed.append((layers, str(index), layers._modules[str(index)]))
                 del layers._modules[str(index)]
+        memo: dict[int, object] = {}
+        for tensor in (*model.parameters(), *model.buffers()):
+            if id(tensor) not in memo:
+                fresh = make(tensor)
+                memo[id(tensor)] = (
+                    nn.Parameter(fresh, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fresh
+                )
         return copy.deepcopy(model, memo)
     finally:
         for layers, name, child in removed:

@@ -39,6 +39,7 @@ from autopar.cost.software import Software
 from autopar.errors import InfeasibleError
 from autopar.hardware import Cluster, Pool
 from autopar.layout import SCHEDULES
+from autopar.passes.layout_relax import search_or_relax
 from autopar.passes.layout_search import Alternative, Found, search_layouts
 from autopar.passes.layout_space import Space
 
@@ -79,7 +80,7 @@ def search_any(
     pool by itself. Raises InfeasibleError if none of these runs."""
     cluster = space.cluster
     if not cluster.mixed:
-        return search_layouts(space, software, objective=objective, progress=progress), cluster, None
+        return search_or_relax(space, software, objective=objective, progress=progress), cluster, None
     found: list[tuple[Found, Cluster, str | None]] = []
     refusals: list[InfeasibleError] = []
     mixed = search_mixed(space, software)

@@ -160,7 +160,7 @@ def write_layout_plan(
     peak = cluster.device.peak("fp32" if layout.precision == "fp32" else "bf16")
     flops = workload.flops_per_token() * batch * workload.seq
     memory = {kind: int(size) for kind, size in best.memory_bytes.items()}
-    moments = timeline(workload, layout, load_software(software), batch)
+    moments = timeline(workload, layout, cluster, load_software(software), batch)
     return Plan.model_validate(
         {
             "autopar_version": version_of(),
@@ -291,4 +291,4 @@ def _reason(other: Other, best: Priced, limit: float) -> str:
     if not other.fits:
         return f"{(other.memory_bytes - limit) / 2**30:.2f} GiB over"
     slower = 100 * (other.step_s / best.step_s - 1)
-    return f"{slower:.1f} % slower" if slower > 0 else "as fast within the simulation, or less memory free"
+    return f"{slower:.1f} % slower" if slower > 0 else "as fast as can be told"

@@ -187,10 +187,10 @@ def _reasons(space: Space, fixed: dict[str, int]) -> Iterator[str]:
     elif "dp" in fixed and {"tp", "cp", "pp"} <= set(fixed) and product != world:
         yield f"dp * tp * cp * pp = {product}, but there are {world} devices"
     ranks = dp if "dp" in fixed else world // (tp * cp * pp) if {"tp", "cp", "pp"} <= set(fixed) else 0
+    mbs = fixed.get("mbs", 1)
     if ranks and batch % ranks:
         yield f"a batch of {batch} sequences does not divide over dp={ranks}"
-    mbs = fixed.get("mbs", 1)
-    if batch % (mbs * max(1, ranks)):
+    elif batch % (mbs * max(1, ranks)):
         over = f" over dp={ranks}" if ranks else ""
         yield f"a batch of {batch} sequences does not divide{over} into micro-batches of {mbs}"
     yield from _expert_reasons(space, fixed)

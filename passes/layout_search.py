@@ -3,11 +3,10 @@
 In:  a Space (workload, cluster, batch, what the user decided), a Software, an objective.
 Out: a Found: the best layout, priced; a lower bound over the whole space; the alternatives a person would ask about.
 
-Branch and bound over arrays. Every core (what sets a rank's own work) gets a bound: its share of the work at full
-speed and the shortest fill any schedule has. Cores are expanded best bound first, all their layouts priced in closed
-form and bounded; the most promising are cut and simulated event by event. It ends when no bound that is left is
-below the best simulated layout, so that the gap is nil, or when its budget of simulations is used up: then the least
-bound left is the certificate.
+Branch and bound over arrays. Every core (what sets a rank's own work) gets a bound: the busiest rank's work. Cores are
+expanded best bound first, all their layouts priced in closed form and bounded; the most promising are cut and simulated
+event by event. It ends when no bound that is left is below the best simulated layout, so that the gap is nil, or when
+its budget of simulations is used up: then the least bound left is the certificate.
 """
 
 from __future__ import annotations
@@ -17,19 +16,22 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from autopar.cost.estimate import Estimates, estimate
+from autopar.cost.estimate import estimate
 from autopar.cost.grid import Array, Grid
-from autopar.cost.layout_bound import beside, core_bound_s, row_bound_s
+from autopar.cost.layout_bound import core_bound_s
 from autopar.cost.pipeline import Pipelines, Priced, price
 from autopar.cost.software import Software
 from autopar.errors import InfeasibleError
 from autopar.layout import Layout
-from autopar.passes.layout_space import Space, joined
+from autopar.passes.layout_rows import Pool
+from autopar.passes.layout_space import Space
 
 OBJECTIVES = ("time", "memory")
-_CHUNK = 60_000  # rows priced at a time
+_FIRST = 64  # cores whose layouts are priced first
+_EARLY = 4  # simulations before all rows are known
 _SIMULATIONS = 40
-_STAGE_BOUNDS = 1000
+_LESS_MEMORY = 6 / 7  # of the limit: what `Found.top` is to answer for
+_STAGE_BOUNDS = 20_000
 TIED = 1.005  # of layouts as close as this, which no prediction can tell apart, the one with most memory free
 _HEADROOM = 0.9
 
@@ -66,27 +68,6 @@ class Found:
         return self.best.step_s / self.bound_s - 1 if self.bound_s else 0.0
 
 
-class _Pool:
-    """Priced rows so far: seconds in closed form, their bounds, bytes, and what `step_of` needs of a row: seconds
-    beside the pipeline, and the share that goes with the whole."""
-
-    def __init__(self, limit: float) -> None:
-        self.limit = limit
-        self.grids: list[Grid] = []
-        self.columns: list[Array] = []
-        self.rows = 0
-
-    def add(self, found: Estimates, bound: Array, software: Software) -> None:
-        self.rows += len(found.grid)
-        outside, share = beside(found, software)
-        self.grids.append(found.grid)
-        self.columns.append(np.stack([found.step_s, bound, found.memory_total, outside, share]))
-
-    def whole(self) -> tuple[Grid, Array]:
-        """(all rows, [seconds, bounds, bytes, outside, share] of each)."""
-        return joined(self.grids), np.concatenate(self.columns, axis=1)
-
-
 def search_layouts(
     space: Space,
     software: Software,
@@ -97,112 +78,144 @@ def search_layouts(
     progress: Callable[[str], None] | None = None,
 ) -> Found:
     """The fastest layout of the space that fits in `limit_bytes` (default: the device's memory). `slack`:
-    cores are priced whose bound is below so many times the best, more than the proof needs.
+    layouts are priced whose bound is below so many times the best, more than the proof needs. `objective`: "memory"
+    for the leanest instead, of equally lean ones the fastest.
 
     Raises InfeasibleError: nothing divides, or nothing fits, and what would.
     """
     tell = progress or (lambda _: None)
     limit = float(limit_bytes or space.cluster.device.memory_bytes)
-    workload, cluster, batch = space.workload, space.cluster, space.batch
     cores = space.cores()
     if not len(cores):
         raise nothing_divides(space)
     tell(f"bounding {len(cores):,} cores")
-    bounds, floor = core_bound_s(workload, cores, cluster, software, batch)
+    bounds, floor = core_bound_s(space.workload, cores, space.cluster, software, space.batch)
     possible = floor <= limit
     if not possible.any():
         raise nothing_fits(space, software, limit)
-    cores, bounds = cores.take(possible), bounds[possible]
+    cores, bounds, floor = cores.take(possible), bounds[possible], floor[possible]
+    pool = Pool(space, software, limit, 1.0 if slack == 1.0 else _LESS_MEMORY)
+    settled = _Settled(space, software, limit)
+    if objective == "memory":
+        return _leanest(settled, pool, cores, floor)
     turn = np.argsort(bounds, kind="stable")
     cores, bounds = cores.take(turn), bounds[turn]
-    pool = _Pool(limit)
-    best_s = np.inf
-    start, size = 0, 64
-    while start < len(cores) and bounds[start] < slack * best_s:
-        chunk = space.expand(cores.take(slice(start, start + size)))
-        for part in range(0, len(chunk), _CHUNK):
-            rows = chunk.take(slice(part, part + _CHUNK))
-            found = estimate(workload, rows, cluster, software, batch)
-            pool.add(found, row_bound_s(workload, found, cluster, software), software)
-            fits = found.memory_total <= limit
-            if fits.any():
-                best_s = min(best_s, float(found.step_s[fits].min()))
+    start, size = 0, _FIRST
+    # rows about as fast as the best may be chosen for their free memory, so those just above it are priced too
+    while start < len(cores) and bounds[start] < slack * settled.best_s:
+        pool.add(cores.take(slice(start, start + size)), max(slack, TIED) * settled.best_s)
         start += size
         size = min(4096, 2 * size)
-    unseen = float(bounds[start]) if start < len(cores) else np.inf
-    if not np.isfinite(best_s):
+        if pool.fits:
+            settled.run(pool, _EARLY, 4 * _EARLY)
+    if not pool.fits:
         raise nothing_fits(space, software, limit)
     tell(f"priced {pool.rows:,} layouts; simulating the best")
-    return _finish(space, software, pool, unseen, len(cores))
+    settled.run(pool, _SIMULATIONS, _STAGE_BOUNDS)
+    unseen = float(bounds[start]) if start < len(cores) else np.inf
+    return settled.found(pool, min(unseen, settled.left), len(cores))
 
 
-def _finish(space: Space, software: Software, pool: _Pool, unseen: float, cores: int) -> Found:
-    """Settle pipelines from the least seconds on, until no bound that is left is below the best simulated.
+class _Settled:
+    """Pipelines that are cut, bounded and simulated so far; `best_s`: the least seconds simulated of a row that fits;
+    `left`: the least bound of what a run left out. Rows that differ in ZeRO or offload share a pipeline."""
 
-    Rows that differ in ZeRO or offload only share a pipeline, which is cut, bounded and simulated once.
-    """
-    grid, (seconds, bounds, memory, outside, share) = pool.whole()
-    fits = np.flatnonzero(memory <= pool.limit)
-    fits = fits[np.argsort(seconds[fits], kind="stable")]
-    _, first, pipeline = np.unique(_keys(grid.take(fits), _PIPELINE), return_index=True, return_inverse=True)
-    order = np.argsort(first)  # pipelines by their fastest row in closed form
-    rows_of = np.split(fits[np.argsort(pipeline, kind="stable")], np.cumsum(np.bincount(pipeline))[:-1])
-    found = Pipelines(space.workload, grid.take(fits[first]), space.cluster, software, space.batch)
-    best_s, left, best_row = np.inf, unseen, int(fits[0])
-    bounded = simulated = 0
-    tied: list[tuple[int, float]] = []
+    def __init__(self, space: Space, software: Software, limit: float) -> None:
+        self.space, self.software, self.limit = space, software, limit
+        self.best_s = self.left = np.inf
+        self.exact: dict[int, float] = {}  # by row
+        self.spans: dict[int, float] = {}  # by the first row that has the pipeline
+        self.best_row = -1
 
-    def step(span: float, rows: Array) -> Array:
-        return np.where(
-            grid.pp[rows] == 1, seconds[rows], (span + outside[rows]) * (1 + share[rows]) + software.step_s
+    def run(self, pool: Pool, simulations: int, stage_bounds: int) -> None:
+        """Settle pipelines from the least seconds on, until no bound that is left is below the best simulated, or so
+        many more are simulated or bounded by their stages."""
+        grid, (seconds, bounds, memory, outside, share) = pool.whole()
+        fits = np.flatnonzero((memory <= self.limit) & (bounds < self.best_s * TIED))
+        self.left = np.inf
+        if not len(fits):
+            return
+        _, pipeline = np.unique(_keys(grid.take(fits), _PIPELINE), return_inverse=True)
+        by = np.lexsort((seconds[fits], pipeline))
+        starts = np.flatnonzero(np.diff(pipeline[by], prepend=-1))
+        rows_of = np.split(fits[by], starts[1:])
+        names = np.minimum.reduceat(fits[by], starts)  # rows are only added: a pipeline's first one names it
+        least = np.minimum.reduceat(bounds[fits[by]], starts)
+        order = np.argsort(seconds[fits[by][starts]], kind="stable")
+        order = order[least[order] < self.best_s]
+        near = order[:stage_bounds]
+        self.left = float(least[order[stage_bounds:]].min(initial=np.inf))
+        found = Pipelines(
+            self.space.workload, grid.take(names[near]), self.space.cluster, self.software, self.space.batch
+        )
+        spans = np.zeros(len(near))
+        piped = np.flatnonzero(found.grid.pp > 1)
+        spans[piped] = found.bounds_s(piped)
+        simulated = 0
+
+        def step(span: float, rows: Array) -> Array:
+            whole = (span + outside[rows]) * (1 + share[rows]) + self.software.step_s
+            return np.where(grid.pp[rows] == 1, seconds[rows], whole)
+
+        for index, place in enumerate(near):
+            rows, name = rows_of[place], int(names[place])
+            bound = float(step(spans[index], rows).min())
+            if bound >= self.best_s:
+                continue
+            if found.grid.pp[index] > 1 and name not in self.spans:
+                if simulated >= simulations:
+                    self.left = min(self.left, bound)
+                    continue
+                simulated += 1
+                layout = grid.layout(name)
+                self.spans[name], _ = found.stages(index, layout).simulate(layout)
+            exact = step(self.spans.get(name, 0.0), rows)
+            self.exact.update(zip(rows.tolist(), exact.tolist(), strict=True))
+            if exact.min() < self.best_s:
+                self.best_s, self.best_row = float(exact.min()), int(rows[exact.argmin()])
+
+    def found(self, pool: Pool, left: float, cores: int) -> Found:
+        """The best row, or of those as good the best with memory free, as a Found."""
+        grid, (seconds, _, memory, _, _) = pool.whole()
+        near = [row for row, value in self.exact.items() if value <= self.best_s * TIED]
+        roomy = [row for row in near if memory[row] <= _HEADROOM * self.limit]
+        row = min(roomy, key=lambda row: self.exact[row]) if roomy else self.best_row
+        best = price(
+            self.space.workload, grid.layout(row), self.space.cluster, self.software, self.space.batch
+        )
+        return Found(
+            best=best,
+            bound_s=min(left, self.best_s, best.step_s),
+            limit_bytes=self.limit,
+            cores=cores,
+            rows=pool.rows,
+            simulated=len(self.spans),
+            alternatives=_alternatives(grid, seconds, memory, self.limit),
+            best_by=_best_by(grid, seconds, memory, self.limit),
+            top=_top(grid, seconds, memory, self.limit),
         )
 
-    for place in order:
-        rows = rows_of[place]
-        least = float(bounds[rows].min())
-        if least >= best_s:
-            continue
-        if bounded >= _STAGE_BOUNDS:
-            left = min(left, least)
-            continue
-        bounded += 1
-        layout = grid.layout(int(fits[first[place]]))
-        span = 0.0
-        if layout.pp > 1:
-            stages = found.stages(int(place), layout)
-            bound = float(step(stages.bound_s(layout), rows).min())
-            if bound >= best_s:
-                continue
-            if simulated >= _SIMULATIONS:
-                left = min(left, bound)
-                continue
-            simulated += 1
-            span, _ = stages.simulate(layout)
-        exact = step(span, rows)
-        tied += [
-            (int(row), float(value)) for row, value in zip(rows, exact, strict=True) if value <= best_s * TIED
-        ]
-        if exact.min() < best_s:
-            best_s, best_row = float(exact.min()), int(rows[exact.argmin()])
-    near = [row for row, value in tied if value <= best_s * TIED]
-    roomy = [row for row in near if memory[row] <= _HEADROOM * pool.limit]
-    exact_of = dict(tied)
-    best_row = min(roomy, key=lambda row: exact_of[row]) if roomy else best_row
-    best = price(space.workload, grid.layout(best_row), space.cluster, software, space.batch)
-    return Found(
-        best=best,
-        bound_s=min(left, best_s),
-        limit_bytes=pool.limit,
-        cores=cores,
-        rows=pool.rows,
-        simulated=simulated,
-        alternatives=_alternatives(grid, seconds, memory, pool.limit),
-        best_by=_best_by(grid, seconds, memory, pool.limit),
-        top=_top(grid, seconds, memory, pool.limit),
-    )
+
+def _leanest(settled: _Settled, pool: Pool, cores: Grid, floor: Array) -> Found:
+    """The layout with the least bytes, of equal ones the fastest in closed form; its bound is on its own seconds."""
+    turn = np.argsort(floor, kind="stable")
+    cores, floor = cores.take(turn), floor[turn]
+    pool.spare = 0.0
+    least, start, size = np.inf, 0, _FIRST
+    while start < len(cores) and floor[start] <= least:
+        pool.add(cores.take(slice(start, start + size)), np.inf)
+        least = min(least, float(pool.columns[-1][2].min(initial=np.inf)))
+        start += size
+    _, (seconds, _, memory, _, _) = pool.whole()
+    if not pool.fits:
+        raise nothing_fits(settled.space, settled.software, settled.limit)
+    row = int(np.lexsort((seconds, memory))[0])
+    settled.best_row, settled.best_s = row, np.inf
+    return settled.found(pool, np.inf, len(cores))
 
 
-_PIPELINE = ("dp", "tp", "cp", "pp", "vpp", "ep", "etp", "mbs", "precision", "recompute", "schedule", "sp")
+_PIPELINE = ("dp", "tp", "cp", "pp", "vpp", "ep", "etp", "mbs", "precision", "recompute", "schedule", "sp",
+             "recompute_layers")  # fmt: skip
 
 
 def _keys(grid: Grid, names: tuple[str, ...]) -> Array:

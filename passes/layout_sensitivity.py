@@ -229,21 +229,24 @@ def constants(nearby: Nearby) -> list[Constant]:
     device, software = nearby.space.cluster.device, nearby.nominal.software
     facts = family_of(device, calibration())
     grid, experts = nearby.grid, nearby.space.workload.experts
-    bench = f"autopar's calibration runs on one {device.name}"
+    name = device.name
     found = [
-        _fact(device.name, "sustained", "sustained clock of matmuls", facts, bench, _step_errors(nearby)),
-        _fact(device.name, "attention_speed", "speed of attention kernels", facts, bench),
-        _fact(device.name, "stream", "speed of pointwise kernels", facts, bench),
+        _fact(device.name, "sustained", "sustained clock of matmuls", facts,
+              f"the model's matmuls on one {name}, for minutes rather than in bursts", _step_errors(nearby)),
+        _fact(device.name, "attention_speed", "speed of attention kernels", facts, f"the attention kernel on one {name}"),
+        _fact(device.name, "stream", "speed of pointwise kernels", facts, f"norms and activations on one {name}"),
         Constant(
             "matmul size of half speed", device.matmul_half_size, "", *_around(), "assumed: 15 % either way",
             f"matmuls of growing size on one {device.name}", _half_size,
         ),
     ]  # fmt: skip
     for code in np.unique(grid.precision):
-        name = PRECISIONS[int(code)]
-        key = "fp4" if name == "nvfp4" else name
+        low = PRECISIONS[int(code)]
+        key = "fp4" if low == "nvfp4" else low
         if code >= 2 and key in facts:
-            found.append(_fact(device.name, key, f"gain of {name} products", facts, bench))
+            found.append(
+                _fact(device.name, key, f"gain of {low} products", facts, f"{low} matmuls on one {name}")
+            )
     for index, link in enumerate(nearby.space.cluster.links):
         pair = f"all-gathers of growing size over {link.name}"
         found.append(

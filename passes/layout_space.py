@@ -1,11 +1,12 @@
 """Layout space: every layout that can run a workload on a cluster, as a Grid.
 
 In:  a Workload, the number of devices, sequences per step, what the user decided.
-Out: `cores`, the choices that set what a rank computes (tp, cp, pp, ep, etp, mbs, precision), and `expand`, which
+Out: `cores`, the choices that set what a rank computes (tp, cp, pp, ep, etp, mbs, precision, sp), and `expand`, which
      gives each core every choice of schedule, virtual stages, ZeRO level, recompute and offload.
 
-What the cost model can tell to be never better is left out of it and nothing else: GPipe (as slow as 1F1B, and more
-memory), tp without the split sequence.
+What the cost model can tell to be never better is left out: GPipe (as slow as 1F1B, and more memory), tp without the
+split sequence where tp divides it. Micro-batch sizes and virtual stages are those of the two lists below, unless the
+decisions name others.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from autopar.cluster import Cluster
 from autopar.cost.grid import Grid, code_of
 from autopar.layout import RECOMPUTE, SCHEDULES, Layout
 from autopar.passes.decisions import Decisions
-from autopar.workload import Matmul, Workload
+from autopar.workload import Attention, Matmul, Workload
 
 _MICRO = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 _VIRTUAL = (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 14, 16, 20, 24, 32)
@@ -68,13 +69,25 @@ class Space:
             for op in splits
             if op.split in ("column", "row")
         }
+        dims |= {op.heads for layer, _ in self.workload.layers for op in layer.ops if isinstance(op, Attention)}
         if not dims:
             return [1]
         common = math.gcd(*dims)
-        return [ways for ways in divisors(common) if ways <= _MOST_TP]
+        return [ways for ways in divisors(common) if ways <= _MOST_TP and self._shares_keys(ways)]
+
+    def _shares_keys(self, tp: int) -> bool:
+        """Whether each rank has whole key and value heads, or as many ranks share each."""
+        heads = {op.kv_heads for layer, _ in self.workload.layers for op in layer.ops if isinstance(op, Attention)}
+        return all(count % tp == 0 or tp % count == 0 for count in heads)
+
+    @cached_property
+    def _expert_gcd(self) -> int:
+        """What etp must divide: the widths of the experts that it splits."""
+        ops = [op for layer, _ in self.workload.layers for op in layer.expert_matmuls]
+        return math.gcd(*(op.n if op.split == "column" else op.k for op in ops if op.split in ("column", "row")))
 
     def cores(self) -> Grid:
-        """Every (tp, cp, pp, ep, etp, mbs, precision) that divides."""
+        """Every (tp, cp, pp, ep, etp, mbs, precision, sp) that divides. The sequence is split by tp where it can be."""
         w, world = self.workload, self.cluster.device_count
         experts = [layer.experts for layer, _ in w.layers if layer.experts]
         seq_ways = [
@@ -102,13 +115,23 @@ class Space:
                     sizes = [size for size in micro if each % size == 0]
                     for ep in eps:
                         for etp in self.allowed("etp", sorted({1, tp})) if experts else [1]:
-                            if (dp * cp * tp) % (ep * etp) or etp not in (1, tp):
+                            if (dp * cp * tp) % (ep * etp) or etp not in (1, tp) or self._expert_gcd % etp:
                                 continue
-                            rows += [(dp, tp, cp, pp, ep, etp, size, p) for size in sizes for p in precisions]
-        table = np.array(sorted(set(rows)), dtype=np.int64).reshape(-1, 8)
-        names = ("dp", "tp", "cp", "pp", "ep", "etp", "mbs", "precision")
+                            rows += [
+                                (dp, tp, cp, pp, ep, etp, size, p, sp)
+                                for size in sizes
+                                for p in precisions
+                                for sp in self._sequence_splits(tp, cp)
+                            ]
+        table = np.array(sorted(set(rows)), dtype=np.int64).reshape(-1, 9)
+        names = ("dp", "tp", "cp", "pp", "ep", "etp", "mbs", "precision", "sp")
         grid = _with_defaults(dict(zip(names, table.T, strict=True)))
         return grid.take(self._mask(grid, names))
+
+    def _sequence_splits(self, tp: int, cp: int) -> list[int]:
+        """Values of sp: split where tp divides a rank's tokens, unless the decisions say otherwise."""
+        divides = self.workload.seq % (cp * tp) == 0
+        return [sp for sp in self.allowed("sp", [int(divides)]) or [0] if divides or not sp]
 
     def _mask(self, grid: Grid, names: Sequence[str]) -> Any:
         mask = np.ones(len(grid), dtype=bool)
@@ -122,8 +145,14 @@ class Space:
         return self.allowed("zero", [0, 1, 2, 3])
 
     @cached_property
-    def _recompute(self) -> list[int]:
+    def recomputes(self) -> list[int]:
+        """Codes of recompute that the decisions leave."""
         return self.allowed("recompute", range(len(RECOMPUTE)))
+
+    @property
+    def partial_recompute(self) -> bool:
+        """Whether the search may recompute as few layers as make a row fit: where nothing is said of them."""
+        return not any(word.name == "recompute_layers" for word in self.decisions.words)
 
     @cached_property
     def _offload(self) -> list[int]:
@@ -133,27 +162,34 @@ class Space:
     def cluster_offloads(self) -> bool:
         return getattr(self.cluster.device, "host_gbps", None) is not None
 
-    def expand(self, cores: Grid) -> Grid:
-        """Every choice of the rest for each row of `cores`."""
+    def expand(self, cores: Grid, recomputes: Sequence[int] | None = None) -> Grid:
+        """Every choice of the rest for each row of `cores`; of `recomputes` only (codes; None: all allowed)."""
         schedules, virtual = self._schedules()
-        sp = self.allowed("sp", [1]) or [0]
         rest = [
-            (vpp, schedule, zero, recompute, offload, split)
+            (vpp, schedule, zero, recompute, layers, offload)
             for schedule, vpp in zip(schedules, virtual, strict=True)
             for zero in self._zero
-            for recompute in self._recompute
+            for recompute in (self.recomputes if recomputes is None else recomputes)
+            for layers in self._recompute_layers(recompute)
             for offload in self._offload
-            for split in sp
         ]
         table = np.array(rest, dtype=np.int64).reshape(-1, 6)
         count, times = len(cores), len(table)
         columns = {name: np.repeat(column, times) for name, column in cores.columns.items()}
-        for index, name in enumerate(("vpp", "schedule", "zero", "recompute", "offload", "sp")):
+        for index, name in enumerate(("vpp", "schedule", "zero", "recompute", "recompute_layers", "offload")):
             columns[name] = np.tile(table[:, index], count)
         grid = Grid(columns)
         grid = grid.take(self._runs(grid))
         grid = self._sharded(grid)
-        return grid.take(self.decisions.allows(grid))
+        # "all layers" is as many as the fullest stage has
+        most = np.ceil(self.workload.depth / grid.pp).astype(np.int64)
+        layers = np.where(grid.recompute_layers < 0, most, grid.recompute_layers)
+        named = grid.with_(recompute_layers=np.where(grid.recompute == 0, 0, layers))
+        return grid.take(self.decisions.allows(named) & (grid.recompute_layers < most))
+
+    def _recompute_layers(self, recompute: int) -> list[int]:
+        named = self.decisions.only("recompute_layers") if recompute else None
+        return [-1] if named is None else [-1, *(count for count in named if count)]
 
     def _schedules(self) -> tuple[list[int], list[int]]:
         pairs = [(_PLAIN, 1), (_ZERO, 1), (_VEE, 2), (_DUAL, 2)] + [

@@ -102,9 +102,12 @@ def _interfaces(program: Program) -> dict[str, str]:
 
     def find(item: str) -> str:
         parent.setdefault(item, item)
-        while parent[item] != item:
-            item = parent[item]
-        return item
+        root = item
+        while parent[root] != root:
+            root = parent[root]
+        while parent[item] != root:  # the way there is short next time
+            parent[item], item = root, parent[item]
+        return root
 
     def join(one: str, other: str) -> None:
         parent[find(one)] = find(other)
@@ -142,22 +145,36 @@ def _gradients(program: Program) -> set[str]:
     """Names of the values through which a gradient flows: floats that depend on a trainable parameter."""
     found: set[str] = set()
     flowing: set[str] = {name for name, info in program.state.items() if info.trainable}
+    walked: set[str] = set()
     for _ in range(2):  # twice: a block's inputs are those of any of its calls
         for call in program.calls:
             block = program.blocks[call.block]
-            bound = dict(zip((*block.state, *block.inputs), (*call.state, *call.inputs), strict=True))
-            for node in block.graph.graph.nodes:
-                name = value_name(block.name, node.name)
-                info = node_info(node)
-                if node.op == "placeholder":
-                    flows = bound[node.name] in flowing or name in found
-                else:
-                    flows = any(
-                        value_name(block.name, source.name) in found for source in node.all_input_nodes
-                    )
-                if flows and (info is None or info.is_float):
-                    found.add(name)
+            into = {
+                value_name(block.name, node)
+                for node, value in zip(
+                    (*block.state, *block.inputs), (*call.state, *call.inputs), strict=True
+                )
+                if value in flowing
+            }
+            # a call through which no more flows than through those before it shows nothing new
+            if block.name not in walked or not into <= found:
+                walked.add(block.name)
+                _walk(block, into, found)
             for node_name, value in zip(block.outputs, call.outputs, strict=True):
                 if value_name(block.name, node_name) in found:
                     flowing.add(value)
     return found
+
+
+def _walk(block: Block, into: set[str], found: set[str]) -> None:
+    """Add to `found` what a gradient flows through in one block, when it flows into `into`."""
+    for node in block.graph.graph.nodes:
+        name = value_name(block.name, node.name)
+        if node.op == "placeholder":
+            flows = name in into or name in found
+        else:
+            flows = any(value_name(block.name, source.name) in found for source in node.all_input_nodes)
+        if flows:
+            info = node_info(node)
+            if info is None or info.is_float:
+                found.add(name)

@@ -34,11 +34,11 @@ class Estimates:
 
     @property
     def step_s(self) -> Array:
-        return np.asarray(sum(self.time_s.values()))
+        return np.asanyarray(sum(self.time_s.values()))
 
     @property
     def memory_total(self) -> Array:
-        return np.asarray(sum(self.memory_bytes.values()))
+        return np.asanyarray(sum(self.memory_bytes.values()))
 
 
 def estimate(
@@ -54,5 +54,22 @@ def estimate(
     micro_batches = np.maximum(1.0, batch / (grid.dp * grid.mbs))
     share = held(workload, grid)
     times = LayoutTime(workload, grid, share, cluster, software, micro_batches, data).kinds()
-    memory = layout_memory(workload, grid, share, software, micro_batches)
-    return Estimates(grid, times, memory, micro_batches)
+    return Estimates(grid, times, memory_bytes(workload, grid, cluster, software, batch), micro_batches)
+
+
+def memory_bytes(
+    workload: Workload,
+    grid: Grid,
+    cluster: Cluster,
+    software: Software,
+    batch: int | Array,
+    *,
+    rank: str = "fullest",
+    kind: str = "device",
+) -> dict[str, Array]:
+    """Bytes of one rank by kind, of every layout of the grid; `rank` and `kind` as in `layout_memory`."""
+    micro_batches = np.maximum(1.0, batch / (grid.dp * grid.mbs))
+    return layout_memory(
+        workload, grid, held(workload, grid), software, micro_batches,
+        rank=rank, kind=kind, reserved_bytes=cluster.device.reserved_bytes,
+    )  # fmt: skip

@@ -19,7 +19,7 @@ Array = NDArray[Any]
 P = ParamSpec("P")
 
 # What a layer's time and activations depend on, of all that a layout says.
-_LAYER = ("mbs", "tp", "cp", "ep", "etp", "sp", "precision", "recompute")
+_LAYER = ("mbs", "tp", "cp", "ep", "etp", "sp", "precision", "recompute", "schedule")
 _PARTLY = ("recompute_layers", "pp")  # besides, where only some layers are recomputed
 
 
@@ -51,6 +51,13 @@ class Grid:
 
     def take(self, index: Any) -> Grid:
         return Grid({name: column[index] for name, column in self.columns.items()})
+
+    def with_(self, **columns: Any) -> Grid:
+        """The same rows with other columns, each an array or one value for all."""
+        count = len(self)
+        return Grid(
+            {name: np.broadcast_to(columns.get(name, column), (count,)) for name, column in self.columns.items()}
+        )
 
     @cached_property
     def compact(self) -> tuple[Grid, Array]:
@@ -88,7 +95,7 @@ def over_distinct(function: Callable[P, Array]) -> Callable[P, Array]:
         few, place = grid.compact
         if len(few) == len(grid):
             return function(*args, **kwargs)
-        return np.asarray(function(*(few if one is grid else one for one in args), **kwargs))[place]  # type: ignore[arg-type]
+        return np.asanyarray(function(*(few if one is grid else one for one in args), **kwargs))[place]  # type: ignore[arg-type]
 
     return spread
 

@@ -28,7 +28,7 @@ def saved_of_run(layer: Layer, workload: Workload, grid: Grid, software: Softwar
     chosen = np.where(
         g.recompute == _FULL, _input(layer, workload, g), np.where(g.recompute == _SELECTIVE, some, none)
     )
-    return np.asarray(share * chosen + (1 - share) * none)
+    return np.asanyarray(share * chosen + (1 - share) * none)
 
 
 @over_distinct
@@ -46,7 +46,7 @@ def working_set(workload: Workload, grid: Grid, software: Software) -> Array:
     """Bytes that come and go in one layer's backward: gradients of the residual stream (in and out), of the widest
     product's input and output or of unfused scores (two at once), and the weight gradient that is then added up."""
     g, w = grid, workload
-    tokens = g.mbs * float(w.seq) / g.cp
+    tokens = g.mbs * w.seq / g.cp
     low = np.where(g.precision == 0, 4.0, 2.0)
     most = np.zeros(len(g))
     for layer, _ in w.layers:
@@ -62,7 +62,7 @@ def working_set(workload: Workload, grid: Grid, software: Software) -> Array:
                 local = np.where(op.experts > 0, 0.0, local) * software.weight_gradient_copy
                 most = np.maximum(most, (rows * (k + n) + tokens * stream + local) * low)
             elif isinstance(op, Attention) and square:
-                most = np.maximum(most, tokens * low * (2 * square * float(w.seq) / g.tp + stream))
+                most = np.maximum(most, tokens * low * (2 * square * w.seq / g.tp + stream))
     return most
 
 
@@ -79,18 +79,20 @@ def saved_bytes(
         if item.operand and software.keeps_quantized:
             share = np.where(grid.precision >= PRECISIONS.index("fp8"), 0.5 * share, share)
         total = total + _one(item, workload, grid) * share
-    return np.asarray(total)
+    return np.asanyarray(total)
 
 
 def _input(layer: Layer, workload: Workload, grid: Grid) -> Array:
     """Bytes of a layer's input, which full recompute keeps."""
-    tokens = grid.mbs * float(workload.seq) / grid.cp
-    return np.asarray(tokens * layer.hidden * np.where(grid.precision == 0, 4.0, 2.0) / sequence_ways(grid))
+    tokens = grid.mbs * workload.seq / grid.cp
+    return np.asanyarray(
+        tokens * layer.hidden * np.where(grid.precision == 0, 4.0, 2.0) / sequence_ways(grid)
+    )
 
 
 def _one(item: Saved, workload: Workload, grid: Grid) -> Array:
     g = grid
-    tokens = g.mbs * float(workload.seq) / g.cp
+    tokens = g.mbs * workload.seq / g.cp
     size = np.where(g.precision == 0, 2.0 * item.item, item.item) if item.item == 2.0 else item.item
     inner = item.split in ("column", "row", "inner")
     if item.expert:
@@ -98,8 +100,8 @@ def _one(item: Saved, workload: Workload, grid: Grid) -> Array:
         ways = g.tp / np.where(inner, 1, g.etp)
     else:
         ways = g.tp if inner else sequence_ways(g) if item.split == "sequence" else 1
-    return np.asarray(
-        tokens * item.elements * item.share * size / ways * (float(workload.seq) if item.square else 1.0)
+    return np.asanyarray(
+        tokens * item.elements * item.share * size / ways * (workload.seq if item.square else 1)
     )
 
 

@@ -17,8 +17,13 @@ from autopar.cost.layout_memory import recompute_share, sequence_ways
 from autopar.cost.rates import Rates
 from autopar.cost.software import Software
 from autopar.cost.traffic import Groups
-from autopar.layout import RECOMPUTE
+from autopar.layout import RECOMPUTE, SCHEDULES
 from autopar.workload import Attention, Layer, Matmul, Stream, Workload, attention_flops
+
+
+# DualPipe runs each all-to-all beside the products of the micro-batch that goes the other way (DeepSeek-V3 report,
+# section 3.2.1).
+_DUALPIPE, _DUALPIPE_EXPOSED = SCHEDULES.index("dualpipev"), 0.1
 
 
 @dataclass(frozen=True)
@@ -67,7 +72,7 @@ class LayerTimes:
         self, workload: Workload, grid: Grid, links: tuple[Link, ...], rates: Rates, software: Software
     ) -> None:
         self.workload, self.grid, self.rates, self.software = workload, grid, rates, software
-        self.seq = float(workload.seq)
+        self.seq = workload.seq
         self.tokens = grid.mbs * self.seq / grid.cp  # of one micro-batch on one rank
         self.ways = sequence_ways(grid)
         self.half = np.where(grid.precision == 0, 4.0, 2.0)  # bytes of an activation element
@@ -85,7 +90,7 @@ class LayerTimes:
         parts = [(self.layer(layer), count / self.workload.depth) for layer, count in counts.values()]
         return LayerTime(
             *(
-                np.asarray(sum(getattr(part, field.name) * share for part, share in parts))
+                np.asanyarray(sum(getattr(part, field.name) * share for part, share in parts))
                 for field in fields(LayerTime)
             )
         )
@@ -126,7 +131,10 @@ class LayerTimes:
         tensor = self._tensor(layer) * np.where(full, 1 + 0.5 * self.share, 1.0)
         expert = self._expert(layer) * np.where(full, 1 + 0.5 * self.share, 1.0)
         context = context * np.where(full, 1 + self.share / 3, 1.0)
-        hidden = (1 - soft.tp_exposed) * tensor + (1 - soft.ep_exposed) * expert
+        open_experts = np.where(
+            g.schedule == _DUALPIPE, min(_DUALPIPE_EXPOSED, soft.ep_exposed), soft.ep_exposed
+        )
+        hidden = (1 - soft.tp_exposed) * tensor + (1 - open_experts) * expert
         return LayerTime(
             f,
             b,
@@ -134,7 +142,7 @@ class LayerTimes:
             again,
             soft.tp_exposed * tensor,
             context,
-            soft.ep_exposed * expert,
+            open_experts * expert,
             soft.contention * hidden,
         )
 
@@ -171,14 +179,15 @@ class LayerTimes:
         gradient = self.rates.matmul_s(m, k, n, local, precision)
         if not op.trained:
             return forward, gradient, 0.0 * m
-        return forward, gradient, self.rates.matmul_s(k, n, m, local, precision, quantized=False)
+        weight = self.rates.matmul_s(k, n, m, local, precision, quantized=False)
+        return forward, gradient, weight + self.software.accumulate_bytes * local * k * n / self.rates.memory
 
     def _attention(self, op: Attention) -> tuple[Array, Array]:
         g = self.grid
         flops = attention_flops(op, self.workload.seq) * self.tokens / g.tp
         moved = self.tokens * (op.heads + op.kv_heads) * (op.qk_dim + op.v_dim) / g.tp
         scores = self.tokens * self.seq * op.heads / g.tp
-        keys = min(self.seq, float(op.window)) if op.window else self.seq
+        keys = np.minimum(self.seq, op.window) if op.window else self.seq
         return self.rates.attention_s(
             flops, moved * self.half, scores * self.half, min(op.qk_dim, op.v_dim), keys
         )
@@ -194,6 +203,8 @@ class LayerTimes:
             ways = g.tp
         points = self.tokens * op.share / ways
         item = self.half * op.item / 2
+        if op.share != 1.0 or op.kind == "router":
+            item = item / self.software.expert_stream
         return (
             self.rates.stream_s(points * op.forward * item, op.kernels),
             self.rates.stream_s(points * op.backward * item, op.kernels),

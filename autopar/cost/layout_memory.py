@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from autopar.cluster import Cluster
 from autopar.cost.grid import Array, Grid
 from autopar.cost.held import PLACES, Held, Stage, held, stage
 from autopar.cost.kept import (
@@ -39,8 +40,8 @@ ACTIVATIONS, LOGITS, BUFFERS, WORKSPACE = "activations", "logits and loss", "buf
 RESERVED = "reserved"
 MEMORY = (WEIGHTS, GRADIENTS, STATES, ACTIVATIONS, LOGITS, BUFFERS, WORKSPACE, RESERVED)
 
-# Whose memory: the rank that needs most, or one of the first or last pipeline stage.
-RANKS = ("fullest", "first", "last")
+# Whose memory: the rank that needs most, or one of the first, a middle or the last pipeline stage.
+RANKS = ("fullest", *PLACES)
 # Which count: tensors (torch's max_memory_allocated), the allocator's share of the device (max_memory_reserved), or
 # all that is gone from the device (nvidia-smi), with the context and the communication library's buffers.
 KINDS = ("allocated", "reserved", "device")
@@ -69,20 +70,20 @@ def layout_memory(
     for place in PLACES if rank == "fullest" else (rank,):
         for _, found in moments(workload, grid, held, software, micro_batches, place):
             most = _larger(most, found)
-    return _counted_as(most, software, kind, reserved_bytes)
+    return counted_as(most, software, kind, reserved_bytes)
 
 
 def timeline(
     workload: Workload,
     layout: Layout,
+    cluster: Cluster,
     software: Software,
     batch: int,
     *,
     rank: str = "fullest",
     kind: str = "device",
-    reserved_bytes: float = 0.0,
 ) -> list[tuple[str, dict[str, float]]]:
-    """The moments of a step on one rank, in order: (what happens, {kind: bytes})."""
+    """The moments of a step on one rank, in order: (what happens, {kind: bytes}). `batch`: sequences per step."""
     grid = Grid.of([layout])
     micro_batches = np.maximum(1.0, batch / (grid.dp * grid.mbs))
     groups = held(workload, grid)
@@ -96,7 +97,7 @@ def timeline(
             label,
             {
                 name: float(np.ravel(size)[0])
-                for name, size in _counted_as(found, software, kind, reserved_bytes).items()
+                for name, size in counted_as(found, software, kind, cluster.device.reserved_bytes).items()
             },
         )
         for label, found in fullest
@@ -118,12 +119,13 @@ def moments(
         start=np.zeros(len(g)),
     )
     flight = in_flight(g, micro_batches, own.rank)
-    # the host holds what lies between its uses; here stay the layer in use and the one on its way
+    # the host holds what lies between its uses; here stay what is at work and what is on its way: two chunks of a
+    # pipeline, as Megatron-Kwai's runs with everything offloaded show, else two layers
     away = np.where(
         np.isin(g.offload, [OFFLOAD.index("activations"), OFFLOAD.index("all")]), software.offloaded, 0.0
     )
-    here = one * np.minimum(1.0, 2 / np.maximum(1.0, own.layers))
-    tokens = g.mbs * float(w.seq) / g.cp
+    here = one * np.minimum(1.0, 2 / np.where(g.pp > 1, g.vpp, np.maximum(1.0, own.layers)))
+    tokens = g.mbs * w.seq / g.cp
     low = np.where(g.precision == 0, 4.0, 2.0)
     logits = tokens * w.vocab / g.tp * (software.loss_bytes + 4.0 * (w.losses - 1)) * own.head * (low / 2)
     head_input = (
@@ -162,7 +164,7 @@ def _stored(grid: Grid, held: Held, own: Stage, software: Software, *, experts: 
     states = 8.0 + np.where(whole | (not software.master), 0.0, 4.0) + np.where(gradient < 4, 4.0, 0.0)
     states = held.split(g.zero, 1, own) * states * held.trained
     # ZeRO-2 makes one unit's gradients before it reduces them to their owners; ZeRO-3 also gathers the parameters of
-    # the unit in use and of the next (Rajbhandari et al. 2020, section 5.2; Zhao et al. 2023, "FSDP", section 3.3);
+    # the unit in use and of the next (Rajbhandari et al. 2020, section 5.2; Zhao et al. 2023, "PyTorch FSDP");
     # under a pipeline, where each micro-batch would gather again, some stacks keep all that they gathered
     low = np.where(whole, 4.0, 2.0)
     unit = own.largest * (2 * low + gradient * held.trained)
@@ -186,7 +188,7 @@ def _host(grid: Grid) -> Array:
     return np.isin(grid.offload, [OFFLOAD.index("optimizer"), OFFLOAD.index("all")])
 
 
-def _counted_as(found: Bytes, software: Software, kind: str, reserved_bytes: float) -> Bytes:
+def counted_as(found: Bytes, software: Software, kind: str, reserved_bytes: float) -> Bytes:
     """The same with what the allocator holds beyond tensors, and the context, as `kind` asks. The allocator splits
     and rounds what comes and goes; what is stored is allocated once and leaves no holes."""
     moving = found[ACTIVATIONS] + found[LOGITS] + found[BUFFERS]
@@ -207,4 +209,4 @@ def _larger(one: Bytes, other: Bytes) -> Bytes:
 
 
 def _total(found: Bytes) -> Array:
-    return np.asarray(sum(found.values()))
+    return np.asanyarray(sum(found.values()))

@@ -68,7 +68,7 @@ class LayoutTime:
     def send_s(self) -> Array:
         """One hop of the pipeline: a micro-batch's hidden state to the rank tp * cp * dp further."""
         g = self.grid
-        size = g.mbs * float(self.workload.seq) / g.cp * self.workload.hidden * self.half / g.tp
+        size = g.mbs * self.workload.seq / g.cp * self.workload.hidden * self.half / g.tp
         return np.where(g.pp > 1, Groups(self.links, g.pp, g.tp * g.cp * g.dp).send(size), 0.0)
 
     def kinds(self) -> dict[str, Array]:
@@ -113,7 +113,7 @@ class LayoutTime:
         f = layers * (one.f + (one.tensor + one.context + one.expert) / 2) + blocking
         w = layers * one.w
         b = layers * one.total + 2 * blocking - f - w
-        out = np.zeros(m.shape)
+        out = 0.0 * m
         for code, name in enumerate(SCHEDULES):
             rows = np.flatnonzero((g.schedule == code) & (g.pp > 1))
             if len(rows):

@@ -15,16 +15,22 @@ from numpy.typing import NDArray
 from autopar.cluster import Cluster
 from autopar.cost import schedule
 from autopar.cost.estimate import estimate
-from autopar.cost.grid import Grid
+from autopar.cost.grid import Array, Grid
 from autopar.cost.held import held
+from autopar.cost.layer_time import Ends
 from autopar.cost.layout_bound import OUTSIDE, step_of
 from autopar.cost.layout_time import BUBBLE, OTHER, LayoutTime
 from autopar.cost.software import Software
-from autopar.layout import Layout
+from autopar.layout import SCHEDULES, Layout
 from autopar.workload import Workload
 
 Floats = NDArray[np.float64]
-_STEADY = 3  # times the stages: after so many micro-batches every schedule repeats itself
+_STEADY = 3  # times the stages: after so many micro-batches a schedule nearly repeats itself
+_SIMULATED = 4096  # micro-batches times virtual stages that are simulated in any case
+_AT_ONCE = 2_000_000  # numbers in an array
+
+
+_order = lru_cache(maxsize=4)(schedule.order)  # of layouts in turn, many have the same
 
 
 @dataclass(frozen=True)
@@ -44,29 +50,39 @@ class Stages:
         if layout.pp == 1:
             return float(self.micro_batches * (self.forward + self.inputs + self.weights).sum())
         return float(
-            schedule.bound_s(
-                layout.pp, layout.vpp, self.micro_batches, self.forward, self.inputs, self.weights, self.send_s,
-                folded=layout.schedule in schedule.FOLDED, split=layout.schedule not in ("gpipe", "1f1b", "interleaved"),
-            )
+            _bound_s(layout.schedule, layout.pp, layout.vpp, self.micro_batches, self.forward, self.inputs, self.weights,
+                     self.send_s)
         )  # fmt: skip
 
     def simulate(self, layout: Layout) -> tuple[float, schedule.Timeline]:
         """(seconds of all micro-batches, the Timeline). Of very many micro-batches the first few are run, and what
-        each further one adds in the steady state is added to the time."""
+        each further one adds in the steady state, no less than the busiest rank's work, is added to the time."""
         stages = layout.pp
+        least = max(_STEADY, _SIMULATED // (stages * stages * layout.vpp))
         count = self.micro_batches
-        if count > (_STEADY + 1) * stages:
-            count = _STEADY * stages + count % stages
+        if count > (least + 1) * stages:
+            count = least * stages + count % stages
         line = self._run(layout, count)
         if count == self.micro_batches:
             return line.makespan_s, line
         before = self._run(layout, count - stages)
-        steady = (line.makespan_s - before.makespan_s) / stages
-        return line.makespan_s + steady * (self.micro_batches - count), line
+        work = (self.forward + self.inputs + self.weights).tolist()
+        busiest = np.bincount(schedule.placement(layout.schedule, stages, layout.vpp), work).max()
+        steady = max((line.makespan_s - before.makespan_s) / stages, float(busiest))
+        whole = line.makespan_s + steady * (self.micro_batches - count)
+        return max(whole, self.bound_s(layout)), line
 
     def _run(self, layout: Layout, count: int) -> schedule.Timeline:
-        order = schedule.order(layout.schedule, layout.pp, layout.vpp, count)
+        order = _order(layout.schedule, layout.pp, layout.vpp, count)
         return schedule.simulate(order, self.forward, self.inputs, self.weights, self.send_s)
+
+
+def _bound_s(name: str, stages: int, chunks: int, micro_batches: int | Floats, *seconds: float | Floats) -> Floats:
+    """Seconds that no order of a schedule's placement goes below; see `schedule.bound_s`."""
+    return schedule.bound_s(
+        stages, chunks, micro_batches, *seconds,
+        folded=name in schedule.FOLDED, split=name not in ("gpipe", "1f1b", "interleaved"),
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -112,58 +128,75 @@ class Pipelines:
 
     def stages(self, index: int, layout: Layout) -> Stages:
         """The stages of the grid's row `index`, which is `layout`."""
-        ends = self.ends
-        first_f, first_b, last_f, last_b = (
-            float(part[index]) for part in (ends.first_f, ends.first_b, ends.last_f, ends.last_b)
-        )
-        runs = [(count, seconds[index]) for count, seconds in self.runs]
-        send = float(self.send_s[index]) if layout.pp > 1 else 0.0
-        blocking = send * self.software.pp_exposed
-        cuts = layout.cuts or even_cuts(
-            [(float(seconds.sum()), count) for count, seconds in runs],
-            layout,
-            first_f + first_b,
-            last_f + last_b,
-        )
-        per_layer = np.repeat(
-            np.array([seconds for _, seconds in runs]), [count for count, _ in runs], axis=0
-        )
-        edges = np.concatenate([[0], np.cumsum(cuts)])
-        sums = np.concatenate([np.zeros((1, 3)), np.cumsum(per_layer, axis=0)])
-        seconds = sums[edges[1:]] - sums[edges[:-1]] + np.array([blocking, blocking, 0.0])
-        seconds[0] += (first_f, first_b, 0.0)
-        seconds[-1] += (last_f, last_b / 2, last_b / 2)
+        rows = np.array([index])
+        cuts = layout.cuts or self.cuts(rows)[0][0]
+        seconds, send = self._seconds(rows, cuts)
         return Stages(
-            tuple(int(cut) for cut in cuts), seconds[:, 0], seconds[:, 1], seconds[:, 2],
-            send, int(self.micro_batches[index]),
+            cuts, seconds[0, :, 0], seconds[0, :, 1], seconds[0, :, 2],
+            float(send[0]), int(self.micro_batches[index]),
         )  # fmt: skip
 
+    def bounds_s(self, rows: Array) -> Floats:
+        """`Stages.bound_s` of some rows with pipelines."""
+        g, out = self.grid, np.zeros(len(rows))
+        cuts, place = self.cuts(rows)
+        _, place = np.unique(np.stack([place, g.schedule[rows]]), axis=1, return_inverse=True)
+        every = max(1, _AT_ONCE // (3 * self.workload.depth))
+        for group in np.split(np.argsort(place, kind="stable"), np.cumsum(np.bincount(place))[:-1]):
+            for start in range(0, len(group), every):
+                some = group[start : start + every]
+                first = rows[some[0]]
+                name = SCHEDULES[int(g.schedule[first])]
+                seconds, send = self._seconds(rows[some], cuts[some[0]])
+                out[some] = _bound_s(
+                    name, int(g.pp[first]), int(g.vpp[first]), self.micro_batches[rows[some], None],
+                    seconds[..., 0], seconds[..., 1], seconds[..., 2], send[:, None],
+                )  # fmt: skip
+        return out
 
-def even_cuts(
-    runs: list[tuple[float, int]], layout: Layout, first_s: float, last_s: float
-) -> tuple[int, ...]:
-    """Layers per virtual stage, so that the busiest rank has the least to do; by seconds to a thousandth of a layer's,
-    so that layouts that differ by less are cut alike."""
-    if layout.pp == 1:
-        return (sum(count for _, count in runs),)
-    longest = max(seconds for seconds, _ in runs)
-    relative = tuple((round(seconds / longest, 3), count) for seconds, count in runs)
-    return _cut(
-        relative,
-        layout.pp,
-        layout.vpp,
-        layout.schedule,
-        round(first_s / longest, 2),
-        round(last_s / longest, 2),
-    )
+    def cuts(self, rows: Array) -> tuple[list[tuple[int, ...]], Array]:
+        """(layers per virtual stage of each row, which rows are cut alike): so that the busiest rank has the least to
+        do, by seconds to a thousandth of the longest layer's, so that layouts that differ by less are cut alike."""
+        g, ends = self.grid, self.ends
+        layers = np.stack([seconds[rows].sum(axis=-1) for _, seconds in self.runs], axis=-1)
+        extra = np.stack([(ends.first_f + ends.first_b)[rows], (ends.last_f + ends.last_b)[rows]], axis=-1)
+        longest = layers.max(axis=-1, keepdims=True)
+        keys = [g.pp[rows, None], g.vpp[rows, None], g.schedule[rows, None]]
+        keys += [np.rint(1000 * layers / longest), np.rint(100 * extra / longest)]
+        distinct, place = np.unique(np.concatenate(keys, axis=-1).astype(np.int64), axis=0, return_inverse=True)
+        counts = [count for count, _ in self.runs]
+        cut = [_cut(tuple(key.tolist()), tuple(counts)) for key in distinct]
+        return [cut[which] for which in place.ravel()], place.ravel()
+
+    def _seconds(self, rows: Array, cuts: tuple[int, ...]) -> tuple[Floats, Floats]:
+        """(seconds [row, virtual stage, (forward, input, weight gradients)], of a hop) of rows that are cut alike."""
+        ends = Ends(*(part[rows] for part in self.ends))
+        send = np.where(self.grid.pp[rows] > 1, self.send_s[rows], 0.0)
+        blocking = send * self.software.pp_exposed
+        before = np.cumsum([0, *(count for count, _ in self.runs)])
+        edges = np.cumsum([0, *cuts])
+        seconds = np.zeros((len(rows), len(cuts), 3))
+        for index, (_, one) in enumerate(self.runs):
+            low, high = np.clip(edges[:-1], before[index], None), np.clip(edges[1:], None, before[index + 1])
+            seconds += np.maximum(high - low, 0)[:, None] * one[rows][:, None, :]
+        seconds[..., :2] += blocking[:, None, None]
+        seconds[:, 0, 0] += ends.first_f
+        seconds[:, 0, 1] += ends.first_b
+        seconds[:, -1, 0] += ends.last_f
+        seconds[:, -1, 1:] += ends.last_b[:, None] / 2
+        return seconds, send
 
 
 @lru_cache(maxsize=4096)
-def _cut(
-    runs: tuple[tuple[float, int], ...], stages: int, chunks: int, name: str, first: float, last: float
-) -> tuple[int, ...]:
-    return tuple(
-        schedule.cut(runs, stages, chunks, schedule=name, first_extra=first, last_extra=last, minimum=0)
+def _cut(key: tuple[int, ...], counts: tuple[int, ...]) -> tuple[int, ...]:
+    """The cut for stages, chunks, the code of a schedule, thousandths of the longest layer's seconds of each run of
+    layers, and hundredths of both ends'."""
+    stages, chunks, code, *layers, first, last = key
+    if stages == 1:
+        return (sum(counts),)
+    runs = [(layer / 1000, count) for layer, count in zip(layers, counts, strict=True)]
+    return schedule.cut(
+        runs, stages, chunks, schedule=SCHEDULES[code], first_extra=first / 100, last_extra=last / 100, minimum=0
     )
 
 
@@ -195,7 +228,7 @@ def priced(
     times = {kind: float(seconds[0]) for kind, seconds in found.time_s.items()}
     memory = {kind: float(size[0]) for kind, size in found.memory_bytes.items()}
     if layout.pp > 1:
-        whole = float(step_of(found, software, np.array([span]))[0])
+        whole = float(step_of(found.time_s, software, np.array([span]))[0])
         outside = (BUBBLE, OTHER, *OUTSIDE)
         work = sum(seconds for kind, seconds in times.items() if kind not in outside)
         fit = min(1.0, span / work)

@@ -53,13 +53,15 @@ def family_of(device: Device, data: Data) -> dict[str, Any]:
 class Rates:
     """FLOP/s and bytes/s after all losses. `matmul`: by precision, in the order of `layout.PRECISIONS`; `memory`: of
     matmuls' operands; `stream`: of pointwise kernels; `grouped`: speed of a product of many experts beside a single
-    one; `quantize`: seconds per element; `host_s`: per kernel launched from the host."""
+    one, `around_experts` of what surrounds it; `quantize`: seconds per element; `host_s`: per kernel launched from the host."""
 
     matmul: tuple[float, ...]
     half_size: float
+    edge: float
     memory: float
     stream: float
     grouped: float
+    around_experts: float
     quantize: float
     launch_s: float
     host_s: float
@@ -89,10 +91,12 @@ class Rates:
         forward, backward = _attention(facts["attention"], software.attention)
         return Rates(
             matmul=(single * kernels, bf16, fp8, mxfp8, fp4),
-            half_size=device.matmul_half_size + facts["half_size"],
+            half_size=device.matmul_half_size,
+            edge=facts["edge"],
             memory=memory,
             stream=stream,
             grouped=software.grouped,
+            around_experts=software.expert_stream,
             quantize=QUANTIZE_BYTES * software.quantize / memory,
             launch_s=device.launch_s * software.launch,
             host_s=software.kernel_s * facts["host"],
@@ -108,15 +112,19 @@ class Rates:
         """One product of [m, k] x [k, n], `count` of them in one kernel. `quantized`: in 8 or 4 bits, the left operand
         is brought into them first (a weight gradient's are there already)."""
         side = np.cbrt(m * n * k)
-        rate = np.asarray(self.matmul)[precision] * side / (side + self.half_size)
+        least = np.minimum(np.minimum(m, n), k)
+        rate = (
+            np.asarray(self.matmul)[precision] * side / (side + self.half_size) * least / (least + self.edge)
+        )
         rate = rate * np.where(np.mod(n, ALIGNED) + np.mod(k, ALIGNED) == 0, 1.0, self.unaligned)
         rate = rate * np.where(np.asarray(count) > 1, self.grouped, 1.0)
         flops = 2.0 * m * n * k * count
         moved = 2.0 * count * (m * k + k * n + m * n)
         seconds = self.launch_s + np.maximum(flops / rate, moved / self.memory)
         if quantized:
-            seconds = seconds + np.where(np.asarray(precision) >= 2, count * (m * k) * self.quantize, 0.0)
-        return np.asarray(seconds)
+            each = np.where(np.asarray(count) > 1, self.quantize / self.around_experts, self.quantize)
+            seconds = seconds + np.where(np.asarray(precision) >= 2, count * (m * k) * each, 0.0)
+        return np.asanyarray(seconds)
 
     def attention_s(
         self, flops: Array, moved: Array, scores: Array, dim: int, keys: float
@@ -141,7 +149,7 @@ class Rates:
 
     def stream_s(self, moved: Array, kernels: int) -> Array:
         """A memory-bound op that moves `moved` bytes in `kernels` launches."""
-        return np.asarray(moved / self.stream + kernels * self.launch_s)
+        return np.asanyarray(moved / self.stream + kernels * self.launch_s)
 
 
 def _peak(device: Device, dtype: str) -> float:

@@ -18,6 +18,7 @@ schedule_cut.py    how many layers each virtual stage gets
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -60,9 +61,22 @@ class Timeline:
 
     makespan_s: float
     events: list[list[tuple[float, float, Action]]]
-    busy_s: Floats
-    peak_in_flight: NDArray[np.int64]
-    peak_waiting: NDArray[np.int64]
+
+    @cached_property
+    def busy_s(self) -> Floats:
+        return np.array([_busy_s(log) for log in self.events])
+
+    @cached_property
+    def _most(self) -> NDArray[np.int64]:
+        return np.array([_peaks([action for _, _, action in log]) for log in self.events])
+
+    @property
+    def peak_in_flight(self) -> NDArray[np.int64]:
+        return self._most[:, 0]
+
+    @property
+    def peak_waiting(self) -> NDArray[np.int64]:
+        return self._most[:, 1]
 
     @property
     def bubble(self) -> float:
@@ -150,14 +164,7 @@ def simulate(
         if at[rank] < len(actions):
             raise UsageError(f"rank {rank} waits for ever to run {actions[at[rank]]}", where="pipeline order")
 
-    in_flight, waiting = zip(*map(_peaks, order), strict=True)
-    return Timeline(
-        makespan_s=max(clock),
-        events=events,
-        busy_s=np.array([_busy_s(log) for log in events]),
-        peak_in_flight=np.array(in_flight),
-        peak_waiting=np.array(waiting),
-    )
+    return Timeline(makespan_s=max(clock), events=events)
 
 
 def _needs(

@@ -46,9 +46,15 @@ def step_s(
     or take `bound_s`. With hops longer than half a chunk's forward, loops of the steady part that some schedules
     lack here make them slower than said.
     """
-    p, v, m = (np.asarray(count, dtype=float) for count in (stages, chunks, micro_batches))
-    forward, inputs, weights, hop = (np.asarray(seconds, dtype=float) for seconds in (f, b, w, send))
+    p, v, m = (_floats(count) for count in (stages, chunks, micro_batches))
+    forward, inputs, weights, hop = (_floats(seconds) for seconds in (f, b, w, send))
     return _STEP_S[schedule](p, v, m, forward, inputs, weights, hop, np.asarray(overlap, dtype=float))
+
+
+def _floats(values: ArrayLike) -> Floats:
+    """As floats, but for arrays of symbols."""
+    array = np.asanyarray(values)
+    return array if array.dtype == object else array.astype(float)
 
 
 def _gpipe_s(
@@ -105,7 +111,7 @@ def _longest(paths: list[Path], costs: tuple[Floats, ...]) -> Floats:
     """The longest of paths given by their forwards, input gradients, weight gradients and hops."""
     longest = np.asarray(-np.inf)
     for path in paths:
-        longest = np.maximum(longest, sum(np.asarray(n) * cost for n, cost in zip(path, costs, strict=True)))
+        longest = np.maximum(longest, sum(np.asanyarray(n) * cost for n, cost in zip(path, costs, strict=True)))
     return longest
 
 
@@ -195,7 +201,11 @@ def in_flight(
 
     Arrays are broadcast. It is what `simulate` counts, whatever the seconds: a rank's order alone decides it.
     """
-    p, v, m = (np.asarray(count, dtype=np.int64) for count in (stages, chunks, micro_batches))
+    symbols = getattr(micro_batches, "dtype", None) == object
+    p, v, m = (
+        np.asanyarray(count) if symbols else np.asarray(count, dtype=np.int64)
+        for count in (stages, chunks, micro_batches)
+    )
     if schedule == "gpipe":
         peak = m + 0 * p if rank is None else m + 0 * (p + np.asarray(rank))
     elif schedule == "zb-h1":
@@ -208,13 +218,13 @@ def in_flight(
         groups = np.maximum(1, m // p)
         ahead = np.where(v > 1, 2 * (p - 1 - r) + (v - 1) * -(-m // groups), p - 1 - r)
         peak = np.minimum(v * m, ahead + 1)
-    return np.asarray(peak, dtype=np.int64)
+    return peak if symbols else np.asarray(peak, dtype=np.int64)
 
 
 def bound_s(
     stages: int,
     chunks: int,
-    micro_batches: int,
+    micro_batches: ArrayLike,
     f: ArrayLike,
     b: ArrayLike,
     w: ArrayLike,
@@ -225,7 +235,8 @@ def bound_s(
 ) -> Floats:
     """Seconds that no order goes below, for virtual stages that need not be alike.
 
-    `f`, `b`, `w`: seconds per virtual stage, shape [..., stages * chunks]; `send`: of a hop, one number or shape
+    `micro_batches`: one number or shape [..., 1]; `f`, `b`, `w`: seconds per virtual stage, shape [..., stages *
+    chunks]; `send`: of a hop, one number or shape
     [..., stages * chunks - 1]. `folded`: the placement of the V schedules. `split`: whether the order may hand the
     input gradient on before the weights'; False is tighter, and right for gpipe, 1f1b and interleaved.
 
@@ -235,7 +246,7 @@ def bound_s(
       the way to its first forward, all its forwards, and the way of the last of them to the end and back.
     """
     forward, inputs, weights = (np.asarray(seconds, dtype=float) for seconds in (f, b, w))
-    virtual, m = stages * chunks, micro_batches
+    virtual, m = stages * chunks, np.asarray(micro_batches)
     ranks = placement("zbv" if folded else "interleaved", stages, chunks)
     hops = np.broadcast_to(np.asarray(send, dtype=float), (*np.shape(send)[:-1], max(virtual - 1, 0)))
     hops = hops * (ranks[1:] != ranks[:-1])
@@ -253,19 +264,18 @@ def bound_s(
     to_backward = whole_down + whole_up - up
     after_forward = whole_down - down + whole_up + left[..., None]
 
-    bounds = [whole_down[..., 0] + whole_up[..., 0] + left]
-    for rank in range(stages):
-        own = np.flatnonzero(ranks == rank)
-        f_work, b_work, w_work = (
-            m * seconds[..., own].sum(axis=-1) for seconds in (forward, inputs, weights)
-        )
-        start = to_forward[..., own].min(axis=-1)
-        turn = to_backward[..., own].min(axis=-1)
-        tail = after_backward[..., own].min(axis=-1)
-        if split:
-            bounds += [start + f_work + b_work + w_work, start + f_work + b_work + tail + left]
-            bounds += [turn + b_work + w_work, turn + b_work + tail + left]
-        else:
-            bounds += [start + f_work + b_work + w_work + tail, turn + b_work + w_work + tail]
-        bounds.append(start + f_work + after_forward[..., own].min(axis=-1))
-    return np.asarray(np.maximum.reduce(np.broadcast_arrays(*bounds)))
+    # [..., chunks, rank]: the virtual stages of each rank
+    place = np.argsort(ranks, kind="stable").reshape(stages, chunks).T
+    f_work, b_work, w_work = (m * seconds[..., place].sum(axis=-2) for seconds in (forward, inputs, weights))
+    start = to_forward[..., place].min(axis=-2)
+    turn = to_backward[..., place].min(axis=-2)
+    tail = after_backward[..., place].min(axis=-2)
+    last = left[..., None]
+    if split:
+        bounds = [start + f_work + b_work + w_work, start + f_work + b_work + tail + last]
+        bounds += [turn + b_work + w_work, turn + b_work + tail + last]
+    else:
+        bounds = [start + f_work + b_work + w_work + tail, turn + b_work + w_work + tail]
+    bounds.append(start + f_work + after_forward[..., place].min(axis=-2))
+    longest = np.maximum.reduce(np.broadcast_arrays(*bounds)).max(axis=-1)
+    return np.asarray(np.maximum(longest, whole_down[..., 0] + whole_up[..., 0] + left))

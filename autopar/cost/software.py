@@ -42,7 +42,9 @@ class Software:
     stream           speed of pointwise kernels beside ideally fused ones
     grouped          speed of a product over many experts beside a single product of the same size
     quantize         traffic of quantizing for 8-bit products beside one pass per operand
+    accumulate_bytes per element of a weight gradient that is added to a buffer after each micro-batch
     expert_s         seconds per layer with experts, each way, that the host waits for counts and sorts
+    expert_stream    speed of what surrounds experts (routing, permuting, activation, quantizing) beside `stream`
     expert_kernels   launches per local expert and product, where no kernel takes all at once (thrice in 8 bits)
     selective_matmul share of the matmuls that selective recompute runs again
     tp_exposed       share of tensor-parallel traffic that no compute hides
@@ -79,7 +81,9 @@ class Software:
     stream: float = 1.0
     grouped: float = 0.9
     quantize: float = 1.0
+    accumulate_bytes: float = 8.0
     expert_s: float = 0.0
+    expert_stream: float = 1.0
     expert_kernels: float = 0.0
     selective_matmul: float = 0.0
     tp_exposed: float = 0.5
@@ -119,9 +123,18 @@ def load_software(name: str, data: Mapping[str, Any] | None = None) -> Software:
     stacks = (software_data() if data is None else data)["stack"]
     if name not in stacks:
         raise UsageError(f"unknown software {name!r}", where="software", hint=f"one of {', '.join(stacks)}")
-    # `like` names a stack whose values it has besides its own
-    values = stacks.get(stacks[name].get("like"), {}) | stacks[name]
+    values: dict[str, Any] = {}
+    for older in ancestry(name, stacks):
+        values = stacks[older] | values
     return Software(name=name, **{key: value for key, value in values.items() if key in _FIELDS})
+
+
+def ancestry(name: str, stacks: Mapping[str, Any]) -> tuple[str, ...]:
+    """A stack and those whose values it has where it states none: `like` names the next."""
+    found: tuple[str, ...] = (name,)
+    while (next_one := stacks[found[-1]].get("like")) and next_one not in found:
+        found += (next_one,)
+    return found
 
 
 def default_software(device_name: str = "") -> Software:

@@ -61,7 +61,7 @@ class Groups:
     def _apply(self, known: list[tuple[float, float]], total_bytes: Any) -> Array:
         fixed = np.array([one for one, _ in known])[self.index]
         rate = np.array([one for _, one in known])[self.index]
-        return np.asarray(fixed + rate * total_bytes)
+        return np.asanyarray(fixed + rate * total_bytes)
 
 
 @lru_cache(maxsize=16384)
