@@ -90,7 +90,8 @@ def plan(
     micro_batches, recompute, precision (default fp32 on cpu, else bf16; `bf16|fp8` lets the planner choose)
     space          "runtime": what this version's runtime runs (data, fsdp and tensor parallel); "all": every layout
                    (pipeline, context and expert parallel, ZeRO 1-2, schedules, ...); default runtime on cpu, else all
-    objective      "time", or "memory" for the leanest plan (space "all")
+    objective      "time", "memory" for the leanest plan, or "robust" for the least regret if the cost model's
+                   constants are off (space "all")
     dump           a folder that gets the Program as text after every pass
     progress       called with a line as each pass starts
 
@@ -122,7 +123,9 @@ def plan(
             )
         fixed_mesh = _mesh(mesh, where.device_count)
     else:
-        decisions += layout_words(mesh, micro_batches, recompute, chosen, form.batch, where.device_count)
+        options = layout_words(mesh, micro_batches, recompute, chosen, form.batch, where.device_count)
+        decisions += options
+        spoken = options if precision is not None else options[1:]  # else the default, which nobody asked for
         wanted = parse_decisions(decisions, forbid)
     prepared = _prepare(source, form, captured, tell, dump=dump)
     tell("propagating constraints")
@@ -133,7 +136,8 @@ def plan(
         tell("searching layouts")
         found = plan_layout(
             prepared.program, problem, where, batch=form.batch, decisions=wanted, objective=objective,
-            task=source.task, shardings=words, constraints=(*fix, *(f"not {text}" for text in forbid)), progress=tell,
+            task=source.task, shardings=words, progress=tell,
+            constraints=(*fix, *spoken, *(f"not {text}" for text in forbid)),
         )  # fmt: skip
     else:
         if fixed_mesh is not None:

@@ -127,10 +127,12 @@ def _decision(study: Study, name: str) -> Data:
     if name == "cuts":
         return found | _cuts(study)
     changes: Data = {}
-    if name == "precision":
+    if name == "precision":  # what another would do is worth knowing, asked for or not
         changes = {"precisions": _precisions(study)}
+        kept = tuple(word for word in study.space.decisions.words if word.name != name)
+        study = replace(study, space=replace(study.space, decisions=Decisions(kept)))
     decisions = [word for word in study.space.decisions.words if word.name == name]
-    if decisions and name != "precision":
+    if decisions:
         return found | {"why": f"asked for: {', '.join(word.said for word in decisions)}"}
     try:
         other = study.search(forbid=[f"{name}={value}"], **changes)

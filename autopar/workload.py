@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -159,6 +160,11 @@ class Workload:
     @property
     def depth(self) -> int:
         return sum(count for _, count in self.layers)
+
+    @cached_property
+    def kinds(self) -> tuple[Layer, ...]:
+        """The distinct layers."""
+        return tuple(dict.fromkeys(layer for layer, _ in self.layers))
 
     @property
     def experts(self) -> int:
@@ -461,7 +467,9 @@ class TransformerShape:
         ops.append(Stream("expert_act", "activation", wide + f, 2 * wide + f, "inner", share=k))
         if self.bias:  # a bias per expert keeps the activation from being one fused kernel (gpt-oss)
             ops.append(
-                Stream("expert_bias", "activation", 4 * (wide + f), 8 * (wide + f), "inner", share=k, kernels=6)
+                Stream(
+                    "expert_bias", "activation", 4 * (wide + f), 8 * (wide + f), "inner", share=k, kernels=6
+                )
             )
         ops.append(self._matmul("expert_down", f, h, "row", 0, share=k, experts=self.experts))
         ops.append(Stream("combine", "permute", 2 * h, 2 * h, "none", share=k, kernels=3))
@@ -479,7 +487,8 @@ class TransformerShape:
 
     def _scan(self, ops: list, saved: list, parameters: list) -> None:  # type: ignore[type-arg]
         """A Mamba-2 mixer (Dao and Gu 2024, section 7): one input product, a short convolution, the chunked scan, a
-        gated norm, one output product. The scan's products over chunks of 128 are counted as reads and writes."""
+        gated norm, one output product. The scan's products over chunks of 128 are counted as reads and writes;
+        how many was fitted to step times of Nemotron-3 (bench/calibrate.py)."""
         inner = self.scan_heads * self.scan_head_dim
         state = self.scan_groups * self.scan_state
         ops.append(
@@ -488,7 +497,7 @@ class TransformerShape:
             )
         )
         ops.append(Stream("conv", "scan", 2.0 * (inner + 2 * state), 3.0 * (inner + 2 * state), "inner"))
-        ops.append(Stream("scan", "scan", 10.0 * inner, 24.0 * inner, "inner", kernels=6))
+        ops.append(Stream("scan", "scan", 16.0 * inner, 40.0 * inner, "inner", kernels=6))
         ops.append(Stream("gate", "norm", 3.0 * inner, 5.0 * inner, "inner"))
         ops.append(self._matmul("out", inner, self.hidden, "row", self.scan_heads))
         saved.append(Saved("in", 2.0 * inner + 2 * state, "inner"))

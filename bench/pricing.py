@@ -56,8 +56,8 @@ class Batch:
     def memory(self, rank: str, kind: str) -> dict[str, Any]:
         """Bytes by kind of one rank, counted as a row counts them."""
         stack = changed(load_software(self.stack), self.options)
-        return memory_bytes(
-            self.workload, self.grid, self.cluster, stack, self.sequences, rank=rank, kind=kind
+        return dict(
+            memory_bytes(self.workload, self.grid, self.cluster, stack, self.sequences, rank=rank, kind=kind)
         )
 
 

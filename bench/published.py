@@ -29,6 +29,8 @@ from metrics import Errors, kendall_tau, regret
 from pricing import batches
 from published_rows import Run, read_runs
 
+from autopar.errors import AutoparError
+
 BY: tuple[tuple[str, Callable[[Run], str]], ...] = (
     ("kind", lambda run: run.kind),
     ("hardware", lambda run: run.device),
@@ -61,13 +63,20 @@ def price(runs: Sequence[Run]) -> tuple[list[Priced], list[tuple[str, str]]]:
     grouped, refused = batches(runs)
     found: dict[int, Priced] = {}
     for batch in grouped:
-        out = batch.price()
+        try:
+            out = batch.price()
+        except (AutoparError, ArithmeticError, ValueError) as error:
+            refused += [(run.id, f"no price: {error}") for run in batch.runs]
+            continue
         step = out.step_s
         ways = {_counting(run) for run in batch.runs}
         memory = {way: batch.memory(*way) for way in ways}
         for n, (place, run) in enumerate(zip(batch.places, batch.runs, strict=True)):
             if run.step_time_s is None and run.memory_bytes is None:
                 refused.append((run.id, "neither step time nor memory was measured"))
+                continue
+            if not 0 < float(step[n]) < float("inf"):
+                refused.append((run.id, f"no price: a step of {step[n]} s"))
                 continue
             parts = {part: float(value[n]) for part, value in memory[_counting(run)].items()}
             times = {kind: float(value[n]) for kind, value in out.time_s.items()}

@@ -259,8 +259,15 @@ class LayoutReader(ShapeReader):
             candidates: list[int] = []
             stages = -(-shape.layers // layout.pp)  # the ends may hold a layer fewer
             plain = self.framework in ("megatron", "nemo", "megatron-bridge", "other") and self.year >= 2023
-            # at scale, where nobody would leave the bubble of plain 1F1B
-            if plain and layout.world >= 128 and not shape.experts and stages * layout.pp - shape.layers <= 2:
+            # at scale or with few micro-batches nobody would leave the bubble of plain 1F1B
+            micro_batches = self.whole("global_batch") / (layout.dp * layout.mbs)
+            wide = micro_batches > 0 and (layout.pp - 1) / micro_batches > 0.25
+            if (
+                plain
+                and (layout.world >= 128 or wide)
+                and not shape.experts
+                and stages * layout.pp - shape.layers <= 2
+            ):
                 # what such recipes state is 1 to 4 layers per chunk, mostly 2
                 candidates = [v for v in (stages // 2, stages) if v and stages % v == 0]
                 per_stage = stages

@@ -77,9 +77,12 @@ class Decisions:
 
 
 def is_decision(text: str) -> bool:
-    """Whether a constraint is about the layout (`tp=8`) rather than about shardings (`heads=tp`)."""
-    name = re.split(r"[<>=]", text, maxsplit=1)[0].strip()
-    return name in NAMES
+    """Whether a constraint is about the layout (`tp=8`) rather than about shardings (`heads=tp`). No sharding is a
+    number, so `tpp=8` is a decision too, which `parse_decisions` refuses."""
+    name, *values = re.split(r"<=|>=|[<>=]", text, maxsplit=1)
+    return name.strip() in NAMES or (
+        name.strip().isidentifier() and values[:1] != [] and values[0].strip().isdigit()
+    )
 
 
 def parse_decisions(fix: Sequence[str] = (), forbid: Sequence[str] = ()) -> Decisions:

@@ -26,9 +26,10 @@ from autopar.mesh import Mesh
 from autopar.passes.combinations import mesh_of
 from autopar.passes.decisions import Decisions, Word, parse_decisions
 from autopar.passes.describe import describe
-from autopar.passes.layout_search import Alternative as Other
 from autopar.passes.layout_mixed import search_any
+from autopar.passes.layout_search import Alternative as Other
 from autopar.passes.layout_search import Found
+from autopar.passes.layout_sensitivity import steadier
 from autopar.passes.layout_space import Space
 from autopar.passes.placement import solve
 from autopar.passes.plan_writer import axes_of, block_part, state_of, version_of
@@ -39,6 +40,7 @@ from autopar.program import Program
 from autopar.sharding import Sharding
 from autopar.workload import Workload
 
+OBJECTIVES = ("time", "memory", "robust")
 _SLOWER, _MISSES = 8, 4
 EXPERT, SEQUENCE = "expert", "sequence"
 
@@ -63,7 +65,14 @@ def plan_layout(
     precisions = ("fp32",) if cluster.device.name == "cpu" else ("bf16",)
     space = Space(workload, cluster, batch, decisions, precisions)
     space = replace(space, decisions=Decisions((*decisions.words, *_divides(problem, space, shardings))))
-    found, where, note = search_any(space, software, objective=objective, progress=progress)
+    if objective not in OBJECTIVES:
+        raise UsageError(
+            f"unknown objective {objective!r}", where="objective", hint=f"one of {', '.join(OBJECTIVES)}"
+        )
+    aim = "time" if objective == "robust" else objective
+    found, where, note = search_any(space, software, objective=aim, progress=progress)
+    if objective == "robust" and not where.mixed:
+        found = steadier(replace(space, cluster=where), software, found)
     plan = write_layout_plan(
         program, problem, workload, found, where,
         batch=batch, task=task, software=software.name, constraints=constraints,

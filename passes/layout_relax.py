@@ -242,13 +242,14 @@ def _schedule_reasons(space: Space, fixed: dict[str, int]) -> Iterator[str]:
         yield f"schedule={name} has vpp={chunks}"
     if name == "interleaved" and vpp == 1:
         yield "schedule=interleaved needs vpp > 1"
-    needs = {"zb-h1": 1, "zbv": 1, "dualpipev": 2, "interleaved": 1}.get(name, 0) * pp
+    stages = pp or 2
+    needs = {"zb-h1": 1, "zbv": 1, "dualpipev": 2, "interleaved": 1}.get(name, 0) * stages
     if needs > 1:
         least = fixed.get("dp", 1) * fixed.get("mbs", 1)
         most = space.batch // least
-        if most < needs or (name == "interleaved" and "dp" in fixed and "mbs" in fixed and most % pp):
-            many = f"a multiple of {pp}" if name == "interleaved" else f"at least {needs}"
-            yield f"schedule={name} on pp={pp} needs {many} micro-batches, a rank has {most}"
+        if most < needs or (name == "interleaved" and "dp" in fixed and "mbs" in fixed and most % stages):
+            many = f"a multiple of {stages}" if name == "interleaved" else f"at least {needs}"
+            yield f"schedule={name} on pp={stages} needs {many} micro-batches, a rank has {most}"
 
 
 def _listed(words: Sequence[Word]) -> str:

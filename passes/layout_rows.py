@@ -110,4 +110,4 @@ class Pool:
 
 def stage_layers(space: Space, rows: Grid) -> Array:
     """Layers of the fullest stage: as many can be recomputed."""
-    return np.ceil(space.workload.depth / rows.pp).astype(np.int64)
+    return np.asarray(np.ceil(space.workload.depth / rows.pp), dtype=np.int64)

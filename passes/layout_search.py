@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from autopar.cost.estimate import estimate
+from autopar.cost.estimate import memory_bytes
 from autopar.cost.grid import Array, Grid
 from autopar.cost.layout_bound import core_bound_s
 from autopar.cost.pipeline import Pipelines, Priced, price
@@ -32,6 +32,7 @@ _EARLY = 4  # simulations before all rows are known
 _SIMULATIONS = 40
 _LESS_MEMORY = 6 / 7  # of the limit: what `Found.top` is to answer for
 _STAGE_BOUNDS = 20_000
+_ENOUGH = 1.001  # what could be faster by less is not simulated; the certificate says so
 TIED = 1.005  # of layouts as close as this, which no prediction can tell apart, the one with most memory free
 _HEADROOM = 0.9
 
@@ -155,12 +156,15 @@ class _Settled:
 
         def step(span: float, rows: Array) -> Array:
             whole = (span + outside[rows]) * (1 + share[rows]) + self.software.step_s
-            return np.where(grid.pp[rows] == 1, seconds[rows], whole)
+            return np.asarray(np.where(grid.pp[rows] == 1, seconds[rows], whole))
 
         for index, place in enumerate(near):
             rows, name = rows_of[place], int(names[place])
             bound = float(step(spans[index], rows).min())
             if bound >= self.best_s:
+                continue
+            if bound * _ENOUGH >= self.best_s:
+                self.left = min(self.left, bound)
                 continue
             if found.grid.pp[index] > 1 and name not in self.spans:
                 if simulated >= simulations:
@@ -298,18 +302,24 @@ def nothing_divides(space: Space) -> InfeasibleError:
 def nothing_fits(space: Space, software: Software, limit: float) -> InfeasibleError:
     """No layout fits: by how much, and the leanest one."""
     cores = space.cores()
-    lean = space.expand(cores)
-    if not len(lean):
+    _, floor = core_bound_s(space.workload, cores, space.cluster, software, space.batch)
+    cores = cores.take(turn := np.argsort(floor, kind="stable"))
+    need, leanest = np.inf, None
+    for start in range(0, len(cores), _FIRST):
+        if floor[turn[start]] >= need:
+            break
+        rows = space.expand(cores.take(slice(start, start + _FIRST)))
+        memory = np.asarray(
+            sum(memory_bytes(space.workload, rows, space.cluster, software, space.batch).values())
+        )
+        if len(rows) and memory.min() < need:
+            need, leanest = float(memory.min()), rows.layout(int(np.argmin(memory)))
+    if leanest is None:
         return nothing_divides(space)
-    if len(lean) > 400_000:
-        lean = lean.take(np.linspace(0, len(lean) - 1, 400_000).astype(int))
-    found = estimate(space.workload, lean, space.cluster, software, space.batch)
-    memory = found.memory_total
-    row = int(np.argmin(memory))
-    need, gib = float(memory[row]), 2**30
+    gib = 2**30
     return InfeasibleError(
         f"{space.workload.name} does not fit: the leanest layout needs {need / gib:.1f} GiB per device,"
         f" a {space.cluster.device.name} has {limit / gib:.1f}",
-        where=f"layout {lean.layout(row)}",
+        where=f"layout {leanest}",
         hint=f"at least {int(np.ceil(space.cluster.device_count * need / limit))} devices, or devices with more memory",
     )

@@ -11,6 +11,7 @@ decisions name others.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -106,7 +107,10 @@ class Space:
         micro = self.allowed("mbs", [size for size in _MICRO if size <= self.batch])
         rows = []
         for tp in tps:
+            etps = self.allowed("etp", sorted({1, tp})) if experts else [1]
+            etps = [ways for ways in etps if ways in (1, tp) and self._expert_gcd % ways == 0]
             for cp in cps:
+                splits = self._sequence_splits(tp, cp)
                 for pp in pps:
                     dp, rest = divmod(world, tp * cp * pp)
                     if rest or self.batch % dp:
@@ -114,15 +118,10 @@ class Space:
                     each = self.batch // dp
                     sizes = [size for size in micro if each % size == 0]
                     for ep in eps:
-                        for etp in self.allowed("etp", sorted({1, tp})) if experts else [1]:
-                            if (dp * cp * tp) % (ep * etp) or etp not in (1, tp) or self._expert_gcd % etp:
-                                continue
-                            rows += [
-                                (dp, tp, cp, pp, ep, etp, size, p, sp)
-                                for size in sizes
-                                for p in precisions
-                                for sp in self._sequence_splits(tp, cp)
-                            ]
+                        for etp in etps:
+                            if (dp * cp * tp) % (ep * etp) == 0:
+                                core = (dp, tp, cp, pp, ep, etp)
+                                rows += [(*core, *rest) for rest in itertools.product(sizes, precisions, splits)]
         table = np.array(sorted(set(rows)), dtype=np.int64).reshape(-1, 9)
         names = ("dp", "tp", "cp", "pp", "ep", "etp", "mbs", "precision", "sp")
         grid = _with_defaults(dict(zip(names, table.T, strict=True)))

@@ -135,7 +135,7 @@ class _Named(LayoutTime):
         return {}
 
     def _name(self, name: str, value: Any, what: str) -> Any:
-        expression = _aligned(lifted(value).ravel()[0], self.step)
+        expression = _lasting(_aligned(lifted(value).ravel()[0], self.step), self.step)
         if not expression.free_symbols:
             return symbolic(expression)
         symbol = sympy.Symbol(name, positive=True)
@@ -188,12 +188,9 @@ def formula(workload: Workload, layout: Layout, cluster: Cluster, software: Soft
     model = _Named(length, grid, held(workload, grid), cluster, software, micro)
     model.step = step
     times = {kind: lifted(seconds).ravel()[0] for kind, seconds in model.kinds().items()}
-    parts = {symbol: (_lasting(one, step), what) for symbol, (one, what) in model.parts.items()}
-    nothing = {symbol: 0 for symbol, (one, _) in parts.items() if one == 0}
-    times = {kind: seconds.subs(nothing) for kind, seconds in times.items()}
     return Formula(
         plain,
-        {symbol: part for symbol, part in parts.items() if symbol not in nothing},
+        model.parts,
         {kind: seconds for kind, seconds in times.items() if seconds != 0},
         list(_moments(length, grid, software, micro, step, cluster.device.reserved_bytes)),
         layout.dp * layout.mbs,

@@ -52,6 +52,11 @@ class Grid:
     def take(self, index: Any) -> Grid:
         return Grid({name: column[index] for name, column in self.columns.items()})
 
+    @cached_property
+    def known(self) -> dict[tuple[Any, ...], tuple[Array, tuple[Any, ...]]]:
+        """Results of `over_distinct`."""
+        return {}
+
     def with_(self, **columns: Any) -> Grid:
         """The same rows with other columns, each an array or one value for all."""
         count = len(self)
@@ -87,15 +92,19 @@ def distinct(columns: Sequence[Array]) -> tuple[Array, Array]:
 
 
 def over_distinct(function: Callable[P, Array]) -> Callable[P, Array]:
-    """`function` of a Grid (among other things) evaluated at the grid's `compact` rows only, and spread from there."""
+    """`function` of a Grid (among other things) evaluated at the grid's `compact` rows only, and spread from there. The
+    grid keeps the result, for the next who asks with the very same other arguments."""
 
     @wraps(function)
     def spread(*args: P.args, **kwargs: P.kwargs) -> Array:
         grid = next(one for one in args if isinstance(one, Grid))
         few, place = grid.compact
-        if len(few) == len(grid):
-            return function(*args, **kwargs)
-        return np.asanyarray(function(*(few if one is grid else one for one in args), **kwargs))[place]  # type: ignore[arg-type]
+        others = tuple(one for one in (*args, *kwargs.values()) if one is not grid)
+        key = (function.__name__, *map(id, others))
+        if key not in grid.known:  # with the others, whose ids are then no one else's
+            some = function(*(few if one is grid else one for one in args), **kwargs)  # type: ignore[arg-type]
+            grid.known[key] = np.asanyarray(some), others
+        return grid.known[key][0][place]
 
     return spread
 

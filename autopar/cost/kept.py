@@ -35,7 +35,7 @@ def saved_of_run(layer: Layer, workload: Workload, grid: Grid, software: Softwar
 def largest_layer(workload: Workload, grid: Grid, software: Software) -> Array:
     """Bytes that recompute brings back for the one layer whose backward runs, of the layer with most."""
     most = np.zeros(len(grid))
-    for layer, _ in workload.layers:
+    for layer in workload.kinds:
         again = saved_bytes(layer, workload, grid, software) - saved_of_run(layer, workload, grid, software)
         most = np.maximum(most, again)
     return np.where(grid.recompute > 0, most, 0.0)
@@ -49,7 +49,7 @@ def working_set(workload: Workload, grid: Grid, software: Software) -> Array:
     tokens = g.mbs * w.seq / g.cp
     low = np.where(g.precision == 0, 4.0, 2.0)
     most = np.zeros(len(g))
-    for layer, _ in w.layers:
+    for layer in w.kinds:
         square = sum(item.elements for item in layer.saved if item.square)
         stream = 2 * layer.hidden / sequence_ways(g)
         for op in layer.ops:

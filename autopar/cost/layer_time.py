@@ -20,7 +20,6 @@ from autopar.cost.traffic import Groups
 from autopar.layout import RECOMPUTE, SCHEDULES
 from autopar.workload import Attention, Layer, Matmul, Stream, Workload, attention_flops
 
-
 # DualPipe runs each all-to-all beside the products of the micro-batch that goes the other way (DeepSeek-V3 report,
 # section 3.2.1).
 _DUALPIPE, _DUALPIPE_EXPOSED = SCHEDULES.index("dualpipev"), 0.1
@@ -73,7 +72,7 @@ class LayerTimes:
     ) -> None:
         self.workload, self.grid, self.rates, self.software = workload, grid, rates, software
         self.seq = workload.seq
-        self.tokens = grid.mbs * self.seq / grid.cp  # of one micro-batch on one rank
+        self.tokens: Array = grid.mbs * self.seq / grid.cp  # of one micro-batch on one rank
         self.ways = sequence_ways(grid)
         self.half = np.where(grid.precision == 0, 4.0, 2.0)  # bytes of an activation element
         self.share = recompute_share(workload, grid)
@@ -229,9 +228,9 @@ class LayerTimes:
         size = self.tokens * op.kv_heads * (op.qk_dim + op.v_dim) / g.tp * self.half * g.cp
         one = self.context_group.seconds("all_gather", size)
         hides = 1.0 - self.software.cp_exposed
-        return np.maximum(one - hides * forward, 0.1 * one) + np.maximum(
-            2 * one - hides * backward, 0.2 * one
-        )
+        open_f: Array = np.maximum(one - hides * forward, 0.1 * one)
+        open_b: Array = np.maximum(2 * one - hides * backward, 0.2 * one)
+        return open_f + open_b
 
     def _expert(self, layer: Layer) -> Array:
         """Dispatch and combine, forward and backward; with experts split by etp their tokens are gathered first."""

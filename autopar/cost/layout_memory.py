@@ -111,11 +111,9 @@ def moments(
     g, w = grid, workload
     own = stage(w, g, place)
     stored = _stored(g, held, own, software, experts=w.experts > 0)
+    saved = {layer: saved_of_run(layer, w, g, software) for layer in w.kinds}
     one = sum(
-        (
-            some * saved_of_run(layer, w, g, software)
-            for (layer, _), some in zip(w.layers, own.counts, strict=True)
-        ),
+        (some * saved[layer] for (layer, _), some in zip(w.layers, own.counts, strict=True)),
         start=np.zeros(len(g)),
     )
     flight = in_flight(g, micro_batches, own.rank)

@@ -154,7 +154,8 @@ class LayoutTime:
         forward = layers * one.f
 
         def exposed(traffic: Array, window: Array) -> Array:
-            return np.maximum(traffic - window, soft.dp_exposed * traffic)
+            left: Array = np.maximum(traffic - window, soft.dp_exposed * traffic)
+            return left
 
         replicated = exposed(reduce, soft.dp_window * backward)
         once = exposed(scatter + across, soft.dp_window * backward) + exposed(

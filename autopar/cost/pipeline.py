@@ -26,7 +26,7 @@ from autopar.workload import Workload
 
 Floats = NDArray[np.float64]
 _STEADY = 3  # times the stages: after so many micro-batches a schedule nearly repeats itself
-_SIMULATED = 4096  # micro-batches times virtual stages that are simulated in any case
+_SIMULATED = 2048  # micro-batches times virtual stages that are simulated in any case
 _AT_ONCE = 2_000_000  # numbers in an array
 
 

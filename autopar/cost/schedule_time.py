@@ -12,6 +12,7 @@ every schedule, but for zbv with between one and two micro-batches per stage.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import reduce
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -104,7 +105,7 @@ def _zb_h1_s(
         n * f + few * b + np.where(filled, 3 * n, np.maximum(n, 2 * n + m - 3)) * s + loops,
         n * b + few * f + 2 * n * s,
     ]
-    return m * (f + b + w) + np.where(p > 1, np.maximum.reduce(np.broadcast_arrays(*paths)), 0)
+    return m * (f + b + w) + np.where(p > 1, reduce(np.maximum, paths), 0)
 
 
 def _longest(paths: list[Path], costs: tuple[Floats, ...]) -> Floats:
@@ -201,7 +202,7 @@ def in_flight(
 
     Arrays are broadcast. It is what `simulate` counts, whatever the seconds: a rank's order alone decides it.
     """
-    symbols = getattr(micro_batches, "dtype", None) == object
+    symbols = isinstance(micro_batches, np.ndarray) and micro_batches.dtype.hasobject
     p, v, m = (
         np.asanyarray(count) if symbols else np.asarray(count, dtype=np.int64)
         for count in (stages, chunks, micro_batches)

@@ -21,14 +21,8 @@ class Symbolic(np.ndarray):
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **options: Any) -> Any:
         made = _MADE.get(ufunc.__name__)
         options.pop("out", None)
-        if made is None or method not in ("__call__", "reduce") or options.keys() - {"axis", "keepdims"}:
+        if made is None or method != "__call__" or options:
             return NotImplemented
-        if method == "reduce":
-            rows = [lifted(row) for row in inputs[0]]
-            total = rows[0]
-            for row in rows[1:]:
-                total = ufunc(total, row)
-            return total
         lifted_inputs = [lifted(value).view(np.ndarray) for value in inputs]
         shape = np.broadcast_shapes(*(value.shape for value in lifted_inputs))
         columns = [np.broadcast_to(value, shape).ravel() for value in lifted_inputs]
@@ -41,8 +35,6 @@ class Symbolic(np.ndarray):
         if function is np.where:
             condition, yes, no = inputs
             return _chosen(condition, lifted(yes), lifted(no))
-        if function is np.broadcast_arrays:
-            return super().__array_function__(function, types, inputs, {**options, "subok": True})
         return super().__array_function__(function, types, inputs, options)
 
 

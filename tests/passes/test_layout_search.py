@@ -3,31 +3,32 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from layout_cases import spaces, stacks
+from scipy.optimize import Bounds, LinearConstraint, milp
 
-from autopar.cost.estimate import estimate
+from autopar.cost.estimate import estimate, memory_bytes
 from autopar.cost.grid import Array, Grid
 from autopar.cost.held import held
 from autopar.cost.layout_bound import core_bound_s, row_bound_s, step_of
 from autopar.cost.layout_time import LayoutTime
 from autopar.cost.pipeline import Pipelines, price
+from autopar.cost.schedule import cut
 from autopar.cost.software import Software
 from autopar.errors import InfeasibleError
 from autopar.layout import OFFLOAD, PRECISIONS, RECOMPUTE, SCHEDULES, Layout
+from autopar.passes.decisions import Decisions
+from autopar.passes.layout_rows import Pool, stage_layers
 from autopar.passes.layout_search import TIED, search_layouts
 from autopar.passes.layout_space import Space
 from autopar.workload import Attention, Matmul
 
 CLOSE = 1 + 1e-9
-
-
-def columns(grid: Grid) -> list[tuple[int, ...]]:
-    return list(zip(*(column.tolist() for column in grid.columns.values()), strict=True))
 
 
 def _divides(space: Space, tp: int, etp: int) -> bool:
@@ -143,27 +144,25 @@ def with_counts(space: Space, grid: Grid) -> Grid:
     return Grid({name: np.concatenate([part.columns[name] for part in parts]) for name in grid.columns})
 
 
-@settings(max_examples=150)
-@given(spaces(most=8, layers=5))
+@settings(max_examples=60)
+@given(spaces(most=6, layers=5))
 def test_space_holds_every_layout_and_no_other(space: Space) -> None:
     cores = space.cores()
     grid = space.expand(cores) if len(cores) else cores
     names = [name for name in grid.columns if name != "precision"]
     found = list(zip(*(grid.columns[name].tolist() for name in names), strict=True))
-    plain = Grid.of([layout for layout in enumerated(space) if said(space, layout)] or [Layout(dp=7)])
-    expected = set(zip(*(plain.columns[name].tolist() for name in names), strict=True)) - {
-        row for row in zip(*(Grid.of([Layout(dp=7)]).columns[name].tolist() for name in names), strict=True)
-    }
+    plain = Grid.of([layout for layout in enumerated(space) if said(space, layout)])
+    expected = set(zip(*(plain.columns[name].tolist() for name in names), strict=True))
     assert len(found) == len(set(found))
     assert set(found) == expected
 
 
-@settings(max_examples=150)
+@settings(max_examples=100)
 @given(spaces(), stacks(), st.floats(0, 1.2))
 def test_best_is_the_best_of_all(space: Space, software: Software, part: float) -> None:
     cores = space.cores()
     grid = space.expand(cores) if len(cores) else cores
-    if len(grid) > 6000:
+    if len(grid) > 2500:
         return
     if not len(grid):
         with pytest.raises(InfeasibleError):
@@ -190,7 +189,7 @@ def test_best_is_the_best_of_all(space: Space, software: Software, part: float) 
             assert found.best.step_s <= least * CLOSE
 
 
-@settings(max_examples=150)
+@settings(max_examples=100)
 @given(spaces(), stacks(), st.randoms(use_true_random=False))
 def test_no_bound_is_above_the_price(space: Space, software: Software, random: object) -> None:
     w, cluster, batch = space.workload, space.cluster, space.batch
@@ -201,7 +200,7 @@ def test_no_bound_is_above_the_price(space: Space, software: Software, random: o
     grid = with_counts(space, space.expand(cores))
     if not len(grid):
         return
-    some = np.array(sorted(random.sample(range(len(grid)), min(len(grid), 400))))  # type: ignore[attr-defined]
+    some = np.array(sorted(random.sample(range(len(grid)), min(len(grid), 150))))  # type: ignore[attr-defined]
     grid = grid.take(some)
     seconds, memory = exact(space, software, grid)
     model = LayoutTime(w, grid, held(w, grid), cluster, software, np.maximum(1.0, batch / (grid.dp * grid.mbs)))
@@ -224,3 +223,91 @@ def test_no_bound_is_above_the_price(space: Space, software: Software, random: o
         assert alone.step_s == pytest.approx(seconds[row], rel=1e-9)
         assert alone.memory_total == pytest.approx(memory[row], rel=1e-9)
         assert price(w, alone.layout, cluster, software, batch).step_s == pytest.approx(alone.step_s, rel=1e-9)
+
+
+@settings(max_examples=40)
+@given(
+    st.lists(st.tuples(st.integers(1, 9), st.integers(1, 5)), min_size=1, max_size=3),
+    st.integers(2, 5),
+    st.integers(0, 9),
+    st.floats(0.9, 2.0),
+)
+def test_cut_is_that_of_a_mixed_integer_program(
+    runs: list[tuple[int, int]], stages: int, last: int, room: float
+) -> None:
+    """Contiguous layers to stages, each within its memory, the busiest with the least to do: HiGHS as the peer."""
+    seconds = np.repeat([float(t) for t, _ in runs], [count for _, count in runs])
+    held_bytes = np.repeat([float(10 - t) for t, _ in runs], [count for _, count in runs])
+    layers = len(seconds)
+    limits = np.full(stages, room * held_bytes.sum() / stages)
+    # x[l, s]: layer l lies at stage s; a layer's stage is not before that of the layer before it; the last number: load
+    size = layers * stages + 1
+    rows, low, high = [], [], []
+
+    def constrain(weights: dict[int, float], least: float, most: float) -> None:
+        row = np.zeros(size)
+        for place, weight in weights.items():
+            row[place] += weight
+        rows.append(row)
+        low.append(least)
+        high.append(most)
+
+    for layer in range(layers):
+        constrain({layer * stages + s: 1.0 for s in range(stages)}, 1, 1)
+        if layer:
+            forward = {layer * stages + s: float(s) for s in range(stages)}
+            constrain(forward | {(layer - 1) * stages + s: -float(s) for s in range(stages)}, 0, np.inf)
+    for s in range(stages):
+        load = {layer * stages + s: seconds[layer] for layer in range(layers)}
+        constrain(load | {size - 1: -1.0}, -np.inf, -float(last if s == stages - 1 else 0))
+        constrain({layer * stages + s: held_bytes[layer] for layer in range(layers)}, -np.inf, limits[s])
+    goal = np.eye(size)[-1]
+    whole = np.ones(size)
+    whole[-1] = 0
+    answer = milp(goal, integrality=whole, bounds=Bounds(0, np.where(whole == 1, 1, np.inf)),
+                  constraints=LinearConstraint(np.array(rows), low, high))  # fmt: skip
+    times = [(float(t), count) for t, count in runs]
+    memory = [float(10 - t) for t, _ in runs]
+    if answer.x is None:
+        with pytest.raises(InfeasibleError):
+            cut(times, stages, last_extra=last, memory=memory, limits=limits.tolist(), minimum=0)
+        return
+    ends = np.cumsum([0, *cut(times, stages, last_extra=last, memory=memory, limits=limits.tolist(), minimum=0)])
+    loads = np.array([seconds[a:b].sum() for a, b in itertools.pairwise(ends)])
+    sizes = np.array([held_bytes[a:b].sum() for a, b in itertools.pairwise(ends)])
+    loads[-1] += last
+    # the program's own answer, from the raw seconds
+    chosen = answer.x[:-1].reshape(layers, stages).argmax(axis=1)
+    theirs = np.bincount(chosen, seconds, minlength=stages) + np.eye(stages)[-1] * last
+    assert (sizes <= limits * CLOSE).all()
+    assert loads.max() == pytest.approx(theirs.max(), rel=1e-9)
+
+
+@settings(max_examples=25)
+@given(spaces(most=8), stacks(), st.floats(0.0, 1.0))
+def test_fewest_recomputed_layers(space: Space, software: Software, part: float) -> None:
+    """The count in closed form is the least of all counts, tried one after the other."""
+    space = replace(space, decisions=Decisions())
+    cores = space.cores()
+    grid = space.expand(cores, [1, 2]) if len(cores) else cores
+    grid = grid.take(slice(0, 3000))
+    if not len(grid):
+        return
+    w, cluster, batch = space.workload, space.cluster, space.batch
+
+    def memory(rows: Grid) -> Array:
+        return np.asarray(sum(memory_bytes(w, rows, cluster, software, batch).values()))
+
+    none, whole = memory(grid.with_(recompute=0)), memory(grid)
+    limit = float(np.quantile(whole, part))
+    some = np.flatnonzero((none > limit) & (whole <= limit))
+    if not len(some):
+        return
+    rows = grid.take(some)
+    found = Pool(space, software, limit)._fewest(rows, none[some], whole[some])
+    most = stage_layers(space, rows)
+    least = most.copy()
+    for count in range(int(most.max()), 0, -1):
+        fits = memory(rows.with_(recompute_layers=np.minimum(count, most))) <= limit
+        least = np.where((count < most) & fits, count, least)
+    assert (found == least).all()
