@@ -218,24 +218,27 @@ class _CrossEntropySum(Function):
         ignore: int,
         smooth: float,
     ) -> Tensor:
-        values = logits if logits.dtype == torch.float64 else logits.float()
-        width = values.shape[-1]
+        exact = logits.dtype if logits.dtype == torch.float64 else torch.float32
+        width = logits.shape[-1]
 
         def over_vocabulary(tensor: Tensor, kind: str = "sum") -> Tensor:
             return tensor if group is None else _all_reduce(tensor, group, kind)
 
-        peak = over_vocabulary(values.amax(-1), "max")
-        weights = (values - peak.unsqueeze(-1)).exp()
-        total = over_vocabulary(weights.sum(-1))
+        # One tensor of the logits' size is made, and becomes the softmax in place: with a large vocabulary each more
+        # would be most of a rank's memory.
+        peak = over_vocabulary(logits.amax(-1).to(exact), "max")
+        softmax = logits.to(exact, copy=True).sub_(peak.unsqueeze(-1)).exp_()
+        total = over_vocabulary(softmax.sum(-1))
+        softmax.div_(total.unsqueeze(-1))
         counted = labels != ignore
         local = labels if rank is None else labels - rank * width
         mine = (local >= 0) & (local < width) & counted
         index = local.clamp(0, width - 1).unsqueeze(-1)
-        target = over_vocabulary(values.gather(-1, index).squeeze(-1) * mine)
+        target = over_vocabulary(logits.gather(-1, index).squeeze(-1).to(exact) * mine)
         losses = total.log() + peak - (1 - smooth) * target
         if smooth:
-            losses = losses - smooth * over_vocabulary(values.sum(-1)) / (width * size)
-        ctx.save_for_backward(weights / total.unsqueeze(-1), index, mine, counted)
+            losses = losses - smooth * over_vocabulary(logits.sum(-1, dtype=exact)) / (width * size)
+        ctx.save_for_backward(softmax, index, mine, counted)
         ctx.smooth, ctx.vocabulary, ctx.dtype = smooth, width * size, logits.dtype
         return torch.where(counted, losses, torch.zeros_like(losses)).sum()
 
@@ -243,10 +246,10 @@ class _CrossEntropySum(Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         probabilities, index, mine, counted = ctx.saved_tensors
         hit = (1 - ctx.smooth) * mine.to(probabilities.dtype).unsqueeze(-1)
-        slope = probabilities.scatter_add(-1, index, -hit)
+        slope = probabilities.clone().scatter_add_(-1, index, -hit)
         if ctx.smooth:
-            slope = slope - ctx.smooth / ctx.vocabulary
-        slope = slope * (counted.to(slope.dtype) * gradient).unsqueeze(-1)
+            slope.sub_(ctx.smooth / ctx.vocabulary)
+        slope.mul_((counted.to(slope.dtype) * gradient).unsqueeze(-1))
         return slope.to(ctx.dtype), None, None, None, None, None, None
 
 

@@ -121,7 +121,7 @@ def search_mixed(space: Space, software: Software) -> Found | None:
     grid, per_stage = rows
     parts = [_part(space, grid, per_stage, pool, software) for pool in space.cluster.pools]
     micro = np.maximum(1.0, space.batch / (grid.dp * grid.mbs))
-    outside = np.maximum.reduce([sum(part.beside.values()) for part in parts])
+    outside = np.maximum.reduce([np.asarray(sum(part.beside.values())) for part in parts])
     share = np.maximum.reduce([part.share for part in parts])
     bounds = (micro * _load(space.workload.depth, parts) + outside) * (1 + share) + software.step_s
     best: Priced | None = None

@@ -5,8 +5,8 @@ Out: a Found: the best layout, priced; a lower bound over the whole space; the a
 
 Branch and bound over arrays. Every core (what sets a rank's own work) gets a bound: the busiest rank's work. Cores are
 expanded best bound first, all their layouts priced in closed form and bounded; the most promising are cut and simulated
-event by event. It ends when no bound that is left is below the best simulated layout, so that the gap is nil, or when
-its budget of simulations is used up: then the least bound left is the certificate.
+event by event. It ends when no bound that is left is below the best simulated layout by a thousandth, or when its budget of
+simulations is used up: the least bound left is the certificate.
 """
 
 from __future__ import annotations

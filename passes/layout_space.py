@@ -70,7 +70,9 @@ class Space:
             for op in splits
             if op.split in ("column", "row")
         }
-        dims |= {op.heads for layer, _ in self.workload.layers for op in layer.ops if isinstance(op, Attention)}
+        dims |= {
+            op.heads for layer, _ in self.workload.layers for op in layer.ops if isinstance(op, Attention)
+        }
         if not dims:
             return [1]
         common = math.gcd(*dims)
@@ -78,14 +80,18 @@ class Space:
 
     def _shares_keys(self, tp: int) -> bool:
         """Whether each rank has whole key and value heads, or as many ranks share each."""
-        heads = {op.kv_heads for layer, _ in self.workload.layers for op in layer.ops if isinstance(op, Attention)}
+        heads = {
+            op.kv_heads for layer, _ in self.workload.layers for op in layer.ops if isinstance(op, Attention)
+        }
         return all(count % tp == 0 or tp % count == 0 for count in heads)
 
     @cached_property
     def _expert_gcd(self) -> int:
         """What etp must divide: the widths of the experts that it splits."""
         ops = [op for layer, _ in self.workload.layers for op in layer.expert_matmuls]
-        return math.gcd(*(op.n if op.split == "column" else op.k for op in ops if op.split in ("column", "row")))
+        return math.gcd(
+            *(op.n if op.split == "column" else op.k for op in ops if op.split in ("column", "row"))
+        )
 
     def cores(self) -> Grid:
         """Every (tp, cp, pp, ep, etp, mbs, precision, sp) that divides. The sequence is split by tp where it can be."""
@@ -121,7 +127,9 @@ class Space:
                         for etp in etps:
                             if (dp * cp * tp) % (ep * etp) == 0:
                                 core = (dp, tp, cp, pp, ep, etp)
-                                rows += [(*core, *rest) for rest in itertools.product(sizes, precisions, splits)]
+                                rows += [
+                                    (*core, *rest) for rest in itertools.product(sizes, precisions, splits)
+                                ]
         table = np.array(sorted(set(rows)), dtype=np.int64).reshape(-1, 9)
         names = ("dp", "tp", "cp", "pp", "ep", "etp", "mbs", "precision", "sp")
         grid = _with_defaults(dict(zip(names, table.T, strict=True)))

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from autopar.cluster import Cluster
-from autopar.cost import memory, step
+from autopar.cost import lifetimes, memory, step
 from autopar.cost.prices import Prices
 from autopar.errors import ConstraintError, InfeasibleError, UsageError
 from autopar.mesh import Mesh
@@ -50,8 +50,7 @@ class _Placed:
     solution: Solution
     part: step.MicroBatch
     holdings: step.Holdings
-    frozen_bytes: float
-    activations: memory.Activations
+    stored: memory.Stored
 
 
 @dataclass(frozen=True)
@@ -190,6 +189,7 @@ class _Work:
         self.problems: dict[int, Problem] = {}
         self.placed: dict[tuple[int, int, int, bool], _Placed] = {}
         self.bounds: dict[tuple[int, int, int], float] = {}
+        self.calls: dict[tuple[int, int, int, bool, int], dict[str, lifetimes.Call]] = {}
         self.parameters = _parameters(program)
 
     def problem_at(self, micro_batches: int) -> Problem:
@@ -226,20 +226,9 @@ class _Work:
         if key.lean and placed.holdings == self._place(replace(key, lean=False)).holdings:
             return None
         prices = replace(placed.prices, mesh=key.mesh)
-        fsdp, full = key.mesh.sizes["fsdp"], key.recompute == "full"
+        full = key.recompute == "full"
         seconds = step.step_s(placed.part, placed.holdings, prices, key.micro_batches, full)
-        holdings = placed.holdings
-        kinds = memory.static_bytes(
-            holdings.stored, placed.frozen_bytes, holdings.largest_call, self.precision, fsdp
-        )
-        kinds["activations"] = placed.activations.peak(self.recomputed if full else ())
-        kinds["logits and loss"] = placed.activations.logits
-        kinds["workspace"] = placed.activations.workspace
-        kinds["fragmentation"] = memory.FRAGMENTATION * sum(
-            kinds[kind]
-            for kind in ("gather and reduce buffers", "activations", "logits and loss", "workspace")
-        )
-        kinds["reserved"] = self.cluster.device.reserved_bytes
+        kinds = self._memory_bytes(placed, key)
         return Found(
             mesh=key.mesh,
             micro_batches=key.micro_batches,
@@ -250,6 +239,38 @@ class _Work:
             memory_bytes={kind: int(size) for kind, size in kinds.items()},
             limit_bytes=self.cluster.device.memory_bytes,
         )
+
+    def _memory_bytes(self, placed: _Placed, key: _Key) -> dict[str, float]:
+        """Bytes by kind at the fullest moment of a step."""
+        fsdp, prices = key.mesh.sizes["fsdp"], placed.prices
+        added = key.micro_batches > 1
+        where = (*self._place_key(key), fsdp)
+        if where not in self.calls:  # the same for every choice of recompute
+            self.calls[where] = lifetimes.calls(
+                placed.problem, prices.mesh, placed.solution.choices, placed.solution.shardings,
+                prices.item_bytes, prices.fused, lifetimes.Parameters(fsdp, added, hidden=prices.fused),
+            )  # fmt: skip
+        calls = self.calls[where]
+        full = key.recompute == "full"
+        runs = [
+            memory.Run(calls[block], times, full and block in self.recomputed)
+            for block, times in self.program.multiplicity.items()
+        ]
+        stored = (
+            placed.stored if key.mesh.sizes["dp"] == 1 else replace(placed.stored, summed=placed.stored.all)
+        )
+        kinds = memory.fullest(
+            runs,
+            replace(stored, summed=stored.summed / fsdp),
+            fsdp=fsdp,
+            added=added,
+            copy_bytes=2 if self.precision == "bf16" else 4,
+            overlap=prices.fused,
+        )
+        passing = sum(kinds[kind] for kind in (memory.BUFFERS, *memory.SCALING))
+        kinds[memory.FRAGMENTS] = memory.FRAGMENTATION * passing
+        kinds[memory.RESERVED] = self.cluster.device.reserved_bytes
+        return kinds
 
     def _place(self, key: _Key) -> _Placed:
         where = self._place_key(key)
@@ -300,10 +321,21 @@ class _Work:
             for name in ways
             if not problem.values[name].gradient
         )
-        kept = memory.activations(
-            problem, mesh, solution.choices, solution.shardings, prices.item_bytes, prices.fused
+        holdings = step.Holdings(stored, tuple(calls))
+        held = memory.Stored(
+            all=stored,
+            largest=max(
+                (elements / ways[name] for name, (elements, _) in self.parameters.items()), default=0.0
+            ),
+            largest_call=holdings.largest_call,
+            summed=sum(
+                elements * count / ways[name]
+                for name, (elements, count) in self.parameters.items()
+                if name in _summed(problem, solution, mesh)
+            ),
+            frozen_bytes=frozen,
         )
-        return _Placed(problem, prices, solution, part, step.Holdings(stored, tuple(calls)), frozen, kept)
+        return _Placed(problem, prices, solution, part, holdings, held)
 
 
 def problem_elements(problem: Problem, name: str) -> int:
@@ -311,6 +343,17 @@ def problem_elements(problem: Problem, name: str) -> int:
     for size in problem.values[name].info.shape:
         total *= size
     return total
+
+
+def _summed(problem: Problem, solution: Solution, mesh: Mesh) -> set[str]:
+    """The state of which every use gives its gradient as sums over tp: reduced at the end of the step."""
+    found: dict[str, bool] = {}
+    for op in problem.ops:
+        uses = op.rule.shard(solution.choices[op.name], mesh.sizes).uses if op.rule is not None else ()
+        for name, use in zip(op.operands, uses or (None,) * len(op.operands), strict=True):
+            if problem.values[name].state:
+                found[name] = found.get(name, True) and use is not None and "tp" in use.grad_sums
+    return {name for name, sums in found.items() if sums}
 
 
 def _parameters(program: Program) -> dict[str, tuple[int, int]]:

@@ -74,7 +74,10 @@ class RankModel:
         function = self.functions[call.block]
         coordinates = [self.coordinates[axis] for axis in block.coordinates]
         state = self.store.take(index, call.state)
-        if self.store.fsdp > 1 and torch.is_grad_enabled():
+        # A recomputed call keeps nothing, and has its parameters again when it is run again: hooks of its own would
+        # take what it saves from the checkpoint's, which then would keep all of it.
+        recomputed = self.recompute and call.path
+        if self.store.fsdp > 1 and torch.is_grad_enabled() and not recomputed:
             with self.store.hooks(index, call.state, state):
                 return function(*coordinates, *state, *inputs)
         return function(*coordinates, *state, *inputs)

@@ -154,23 +154,28 @@ class ParameterStore:
         """Own rows of each gradient, summed over fsdp where the gradient came as partial sums."""
         entries = [self.entries[name] for name in names]
         result: dict[str, Tensor] = {}
-        summed: list[tuple[Entry, Tensor]] = []
+        summed: list[tuple[Entry, Tensor | None]] = []
         for entry, gradient in zip(entries, gradients, strict=True):
-            master = entry.parameter.dtype  # gradients are summed in the master's precision
-            whole = (
-                torch.zeros(entry.shape, dtype=master, device=self.groups.device)
-                if gradient is None
-                else gradient.to(master)
-            )
             if FSDP in entry.sums:
-                summed.append((entry, whole))
+                summed.append((entry, gradient))
             else:
-                result[entry.name] = self._own_rows(whole, entry.chunk_rows).contiguous()
+                whole = entry.parameter.new_zeros(entry.shape) if gradient is None else gradient
+                own_rows = self._own_rows(whole, entry.chunk_rows)
+                result[entry.name] = own_rows.to(entry.parameter.dtype).contiguous()
         if summed:
-            front = torch.cat(
-                [_padded(whole, self.fsdp * entry.chunk).view(self.fsdp, -1) for entry, whole in summed],
-                dim=1,
+            # Gradients are summed in the master's precision, and padded, put together and cast in one go.
+            front = torch.zeros(
+                self.fsdp,
+                sum(entry.chunk for entry, _ in summed),
+                dtype=summed[0][0].parameter.dtype,
+                device=self.groups.device,
             )
+            for (entry, gradient), start in zip(
+                summed, _offsets([entry for entry, _ in summed]), strict=True
+            ):
+                if gradient is not None:
+                    part = front[:, start : start + entry.chunk]
+                    part.copy_(_padded(gradient, self.fsdp * entry.chunk).view(self.fsdp, -1))
             own = front.new_empty(front.shape[1])
             dist.reduce_scatter_single(own, front.reshape(-1), group=self.groups.group[FSDP])
             for (entry, _), start in zip(summed, _offsets([entry for entry, _ in summed]), strict=True):

@@ -1,44 +1,32 @@
-"""Memory: bytes one rank holds at the peak of a training step, by kind.
+"""Memory: bytes one rank holds at the fullest moment of a training step, by kind.
 
-In:  a Problem at the micro-batch's size with a placement; how many parameter elements a rank stores.
+In:  the Calls of the blocks (`lifetimes.py`), how many parameter elements a rank stores, micro-batches, recompute.
 Out: {"weights": ..., "gradients": ..., "optimizer": ..., "activations": ..., ...}.
 
-What autograd keeps for the backward (the operands of products, the q, k, v and output of attention, the inputs of
-norms and other nonlinear ops) is read off the Problem, each value once, at the size of the piece the op takes. The
-bytes per parameter are those of mixed-precision AdamW (Rajbhandari et al. 2020, "ZeRO", section 3.1), with fp32
-gradients:
+The step is walked through: forward of every call, backward in reverse, reduction of the gradients, optimizer. With
+one micro-batch, gradients come into being as the backward goes, while what the forward kept is let go; with several,
+they are there from the first on. The bytes per parameter are those of mixed-precision AdamW (Rajbhandari et al. 2020,
+"ZeRO", section 3.1), with fp32 gradients:
 
     fp32   weight 4 + gradient 4 + moments 8
-    bf16   fp32 master 4 + gradient 4 + moments 8 + a bf16 copy 2 (with fsdp only of what is gathered)
+    bf16   fp32 master 4 + gradient 4 + moments 8 + a bf16 copy 2 while a call needs it (autograd keeps that of products)
 """
 
 from __future__ import annotations
 
-import math
-from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from autopar.cost.compute import LINEAR, fused_values, kind_of
-from autopar.mesh import Mesh
-from autopar.problem import Choice, Op, Problem
-from autopar.sharding import Sharding
+from autopar.cost import lifetimes
+from autopar.cost.lifetimes import Call
 
-# Ops whose gradient needs their result and not their operand.
-KEEPS_RESULT = frozenset(
-    f"aten.{name}"
-    for name in ("exp", "rsqrt", "sqrt", "tanh", "sigmoid", "relu", "reciprocal", "softmax", "_softmax")
-)
-PRODUCTS = frozenset(f"aten.{name}" for name in ("mul", "div", "true_divide"))
+WEIGHTS, GRADIENTS, OPTIMIZER = lifetimes.WEIGHTS, lifetimes.GRADIENTS, "optimizer"
+BUFFERS, ACTIVATIONS = lifetimes.BUFFERS, lifetimes.ACTIVATIONS
+LOGITS, WORKSPACE = lifetimes.LOGITS, lifetimes.WORKSPACE
 # The kinds of memory: what a rank stores of the parameters, and what scales with the micro-batch.
-STORED = ("weights", "gradients", "optimizer")
-BUFFERS, ACTIVATIONS, LOGITS, WORKSPACE = (
-    "gather and reduce buffers",
-    "activations",
-    "logits and loss",
-    "workspace",
-)
+STORED = (WEIGHTS, GRADIENTS, OPTIMIZER)
 SCALING = (ACTIVATIONS, LOGITS, WORKSPACE)
+KINDS = (*STORED, BUFFERS, *SCALING)
 FRAGMENTS, RESERVED = "fragmentation", "reserved"
 GRADIENT_BYTES = 4
 FRAGMENTATION = (
@@ -50,154 +38,90 @@ BUCKET_BYTES = (
 
 
 @dataclass(frozen=True)
-class Activations:
-    """Bytes of one micro-batch on one rank. `kept`: by block, what all its calls keep; `inputs`: what all its calls
-    keep when the block is recomputed; `one`: what one call keeps; `logits`: the loss's own; `workspace`: the largest
-    values in flight."""
+class Stored:
+    """Elements of trainable parameters on a rank, divided over tp but not over fsdp: `all`, the `largest` parameter,
+    the `largest_call`, and those `summed` over an axis at the end of the step. `frozen_bytes`: parameters and buffers
+    without a gradient."""
 
-    kept: Mapping[str, float]
-    inputs: Mapping[str, float]
-    one: Mapping[str, float]
-    logits: float
-    workspace: float
-
-    def peak(self, recomputed: Iterable[str]) -> float:
-        """Bytes kept until the backward begins, and on top one call's of a block that is recomputed."""
-        again = set(recomputed)
-        held = sum(self.inputs[block] if block in again else kept for block, kept in self.kept.items())
-        return held + max((self.one[block] for block in again), default=0.0)
+    all: float
+    largest: float
+    largest_call: float
+    summed: float
+    frozen_bytes: float
 
 
-def activations(
-    problem: Problem,
-    mesh: Mesh,
-    choices: Mapping[str, Choice],
-    shardings: Mapping[str, Sharding],
-    item_bytes: Mapping[str, int],
-    fused: bool,
-) -> Activations:
-    """What one micro-batch's forward keeps on a rank."""
-    sizes = mesh.sizes
-    maker = {name: op for op in problem.ops for name in op.results}
-    inside = fused_values(problem) if fused else frozenset()
-    kept: dict[str, dict[tuple[str, float], float]] = defaultdict(dict)
-    near_loss = _makes_logits(problem, maker)
-    logits = workspace = 0.0
+@dataclass(frozen=True)
+class Run:
+    """One block's calls: how often it is called, and whether its activations are computed again."""
 
-    def local(name: str, sharding: Sharding) -> float:
-        info = problem.values[name].info
-        ways = math.prod(sizes[axis] for axes in sharding.dims for axis in axes)
-        return math.prod(info.shape) * item_bytes[info.dtype] / ways
+    call: Call
+    times: int
+    recomputed: bool
 
-    def keep(block: str, name: str, sharding: Sharding) -> None:
-        """Keep a value; a view's memory is its operand's, and what a fused kernel makes it makes again."""
-        root = name
-        while root in maker and maker[root].free:
-            root = maker[root].operands[0]
-        if root in inside:
-            for operand in maker[root].operands:
-                keep(block, operand, shardings[operand])
-            return
-        if not problem.values[root].state:
-            size = local(name, sharding)
-            kept[block][root, size] = size
-
-    for op in problem.ops:
-        block = op.name.split("/", 1)[0]
-        made = [name for name in op.results if name in problem.values]
-        if op.free or not any(problem.values[name].gradient for name in made):
-            continue
-        uses = _uses(op, problem, choices, mesh)
-        sizes_made = [local(name, shardings[name]) for name in made if name not in inside]
-        if kind_of(op) == "cross_entropy":
-            info = problem.values[op.operands[0]].info
-            elements = local(op.operands[0], uses[0]) / item_bytes[info.dtype]
-            logits += elements * (
-                2 * item_bytes[info.dtype] + 4
-            )  # the logits, their gradient, a softmax in fp32
-            continue
-        if op.operands and op.name not in near_loss:
-            workspace = max(workspace, *sizes_made, 0.0)
-        for name, use in _kept_of(op, problem, uses, shardings):
-            keep(block, name, use)
-    blocks = {op.name.split("/", 1)[0]: op.times for op in problem.ops}
-    totals = {block: sum(kept[block].values()) for block in blocks}
-    shared = {
-        block: sum(size for (root, _), size in kept[block].items() if not problem.values[root].gradient)
-        for block in blocks
-    }
-    entering: dict[str, float] = dict.fromkeys(blocks, 0.0)
-    for name, value in problem.values.items():
-        if name not in maker and not value.state and value.gradient:
-            entering[name.split("/", 1)[0]] += local(name, shardings[name])
-    return Activations(
-        kept={
-            block: (totals[block] - shared[block]) * times + shared[block] for block, times in blocks.items()
-        },
-        inputs={block: entering[block] * times for block, times in blocks.items()},
-        one=totals,
-        logits=logits,
-        workspace=3 * workspace,
-    )
+    @property
+    def kept(self) -> float:
+        return self.call.entering if self.recomputed else self.call.kept
 
 
-def _uses(op: Op, problem: Problem, choices: Mapping[str, Choice], mesh: Mesh) -> list[Sharding]:
-    """The sharding in which the op takes each operand."""
-    if op.rule is None:
-        return [Sharding.whole(len(problem.values[name].info.shape)) for name in op.operands]
-    return [use.sharding for use in op.rule.shard(choices[op.name], mesh.sizes).uses]
-
-
-def _makes_logits(problem: Problem, maker: Mapping[str, Op]) -> set[str]:
-    """The ops between the last product and the loss, that product included: their results are counted as logits."""
-    found: set[str] = set()
-    for op in problem.ops:
-        name = op.operands[0] if kind_of(op) == "cross_entropy" else ""
-        while name in maker:
-            found.add(maker[name].name)
-            name = maker[name].operands[0] if kind_of(maker[name]) in ("free", "pointwise") else ""
-    return found
-
-
-def _kept_of(
-    op: Op, problem: Problem, uses: list[Sharding], shardings: Mapping[str, Sharding]
-) -> Iterable[tuple[str, Sharding]]:
-    """What the backward of one op needs, as torch's derivatives.yaml has it."""
-    gradients = [problem.values[name].gradient for name in op.operands]
-    results = [(name, shardings[name]) for name in op.results if name in problem.values]
-    operands = list(zip(op.operands, uses, strict=True))
-    kind = kind_of(op)
-    if kind == "attention":
-        return [*operands, *results]
-    if kind == "embedding":
-        return operands[1:]
-    if kind == "matmul" or op.kind in PRODUCTS:
-        return [
-            operand
-            for index, operand in enumerate(operands)
-            if any(flows for other, flows in enumerate(gradients) if other != index)
-        ]
-    if op.kind in LINEAR:
-        return []
-    return results if op.kind in KEEPS_RESULT else operands
-
-
-def static_bytes(
-    stored: float, frozen_bytes: float, largest_call: float, precision: str, fsdp: int
+def fullest(
+    runs: Sequence[Run], stored: Stored, *, fsdp: int, added: bool, copy_bytes: int, overlap: bool
 ) -> dict[str, float]:
-    """Bytes that do not depend on the batch.
+    """Bytes by kind at the fullest moment of a step. `added`: there are several micro-batches. `copy_bytes`: of an
+    element as blocks take it. `overlap`: gathers and reductions run beside compute (accelerators)."""
+    most: dict[str, float] = {}
+    for moment in _moments(runs, stored, fsdp, added, copy_bytes, overlap):
+        if sum(moment.values()) > sum(most.values()):
+            most = moment
+    own = stored.all / fsdp
+    fixed = {WEIGHTS: 4 * own + stored.frozen_bytes, OPTIMIZER: 8 * own}
+    return {kind: most.get(kind, 0.0) + fixed.get(kind, 0.0) for kind in KINDS}
 
-    `stored`: elements of trainable parameters a rank holds, already divided over tp but not over fsdp;
-    `largest_call`: those of the largest single call of a block. Under fsdp two calls' parameters are gathered at a
-    time (one in use, one on its way), and one call's gradient is whole before it is reduced.
-    """
-    copy = 2 if precision == "bf16" else 4
-    own = stored / fsdp
-    weights = 4 * own + (2 * own if precision == "bf16" and fsdp == 1 else 0.0)
-    buffers = 2 * largest_call * copy + largest_call * GRADIENT_BYTES if fsdp > 1 else float(2 * BUCKET_BYTES)
-    return {
-        "weights": weights + frozen_bytes,
-        "gradients": GRADIENT_BYTES * own,
-        "optimizer": 8 * own,
-        BUFFERS: min(buffers, stored * (copy + GRADIENT_BYTES)),
+
+def _moments(
+    runs: Sequence[Run], stored: Stored, fsdp: int, added: bool, copy_bytes: int, overlap: bool
+) -> Iterator[dict[str, float]]:
+    """The moments that can be the fullest: of the calls of one block, which keep and free the same each, the first or
+    the last is."""
+    own = stored.all / fsdp * GRADIENT_BYTES
+    flight = in_flight_bytes(stored, fsdp, copy_bytes) if overlap else 0.0
+    shared: dict[str, float] = {}
+    for run in runs:
+        shared.update(run.call.shared)
+    before = {ACTIVATIONS: sum(shared.values()), BUFFERS: flight, GRADIENTS: own if added else 0.0}
+    after = 0.0 if added else sum(run.call.gradients * run.times for run in runs)
+    for run in runs:
+        for index in {0, run.times - 1}:
+            copies = 0.0 if run.recomputed else run.call.copies
+            held = {
+                **before,
+                ACTIVATIONS: before[ACTIVATIONS] + index * (run.kept - copies),
+                WEIGHTS: before.get(WEIGHTS, 0.0) + index * copies,
+            }
+            yield _sum(held, run.call.passing if run.recomputed else run.call.forward)
+            later = min(own, after - (index + 1) * run.call.gradients) if not added else own
+            yield _sum({**held, GRADIENTS: later}, run.call.again if run.recomputed else run.call.backward)
+        before[ACTIVATIONS] += run.times * (run.kept - copies)
+        before[WEIGHTS] = before.get(WEIGHTS, 0.0) + run.times * copies
+        after -= run.times * run.call.gradients if not added else 0.0
+    summed = stored.summed * GRADIENT_BYTES
+    yield {
+        GRADIENTS: own,
+        BUFFERS: min(summed, BUCKET_BYTES + stored.largest * GRADIENT_BYTES) if not overlap else flight,
     }
+    # AdamW's denominator: a root and its quotient, of one parameter at a time, or of all at once where it is one kernel
+    # for all (torch's `foreach`, the default on accelerators).
+    yield {GRADIENTS: own, WORKSPACE: own if overlap else 2 * 4 * stored.largest / fsdp}
+
+
+def _sum(one: Mapping[str, float], other: Mapping[str, float]) -> dict[str, float]:
+    return {kind: one.get(kind, 0.0) + other.get(kind, 0.0) for kind in {**one, **other}}
+
+
+def in_flight_bytes(stored: Stored, fsdp: int, copy_bytes: int) -> float:
+    """Parameters and gradients on their way beside compute: with fsdp two calls' parameters are gathered at a time (one
+    in use, one on its way), and one call's gradient is whole before it is reduced; else two buckets of gradients."""
+    if fsdp > 1:
+        needed = stored.largest_call * (2 * copy_bytes + GRADIENT_BYTES)
+    else:
+        needed = 2.0 * BUCKET_BYTES if stored.summed else 0.0
+    return min(needed, stored.all * (copy_bytes + GRADIENT_BYTES))

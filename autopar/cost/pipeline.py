@@ -77,7 +77,9 @@ class Stages:
         return schedule.simulate(order, self.forward, self.inputs, self.weights, self.send_s)
 
 
-def _bound_s(name: str, stages: int, chunks: int, micro_batches: int | Floats, *seconds: float | Floats) -> Floats:
+def _bound_s(
+    name: str, stages: int, chunks: int, micro_batches: int | Floats, *seconds: float | Floats
+) -> Floats:
     """Seconds that no order of a schedule's placement goes below; see `schedule.bound_s`."""
     return schedule.bound_s(
         stages, chunks, micro_batches, *seconds,
@@ -163,7 +165,9 @@ class Pipelines:
         longest = layers.max(axis=-1, keepdims=True)
         keys = [g.pp[rows, None], g.vpp[rows, None], g.schedule[rows, None]]
         keys += [np.rint(1000 * layers / longest), np.rint(100 * extra / longest)]
-        distinct, place = np.unique(np.concatenate(keys, axis=-1).astype(np.int64), axis=0, return_inverse=True)
+        distinct, place = np.unique(
+            np.concatenate(keys, axis=-1).astype(np.int64), axis=0, return_inverse=True
+        )
         counts = [count for count, _ in self.runs]
         cut = [_cut(tuple(key.tolist()), tuple(counts)) for key in distinct]
         return [cut[which] for which in place.ravel()], place.ravel()
@@ -196,7 +200,13 @@ def _cut(key: tuple[int, ...], counts: tuple[int, ...]) -> tuple[int, ...]:
         return (sum(counts),)
     runs = [(layer / 1000, count) for layer, count in zip(layers, counts, strict=True)]
     return schedule.cut(
-        runs, stages, chunks, schedule=SCHEDULES[code], first_extra=first / 100, last_extra=last / 100, minimum=0
+        runs,
+        stages,
+        chunks,
+        schedule=SCHEDULES[code],
+        first_extra=first / 100,
+        last_extra=last / 100,
+        minimum=0,
     )
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 from hand_problems import layer_problem, parse_problem
 
-from autopar.cost.memory import Activations, activations, static_bytes
+from autopar.cost import memory
+from autopar.cost.lifetimes import Call, Parameters, calls
+from autopar.cost.memory import Run, Stored, fullest
 from autopar.mesh import Mesh
 from autopar.passes.pricing import Pricer
 from autopar.problem import Problem
@@ -13,33 +15,46 @@ from autopar.program import ITEM_BYTES
 from autopar.sharding import Sharding
 
 ONE = Mesh.parse("tp=1")
+NOTHING = Call(0.0, 0.0, {}, {}, {}, {}, {}, 0.0, 0.0)
 
 
-def kept(
+def of_blocks(
     problem: Problem,
     mesh: Mesh = ONE,
     fused: bool = False,
     choices: dict[str, dict[str, str | None]] | None = None,
-) -> Activations:
+    parameters: Parameters = Parameters(),  # noqa: B008
+) -> dict[str, Call]:
     whole = {name: Sharding.whole(len(value.info.shape)) for name, value in problem.values.items()}
-    return activations(
-        problem, mesh, choices or {op.name: {} for op in problem.ops}, whole, ITEM_BYTES, fused
+    return calls(
+        problem, mesh, choices or {op.name: {} for op in problem.ops}, whole, ITEM_BYTES, fused, parameters
     )
 
 
-@pytest.mark.parametrize(
-    ("precision", "fsdp", "per_element"), [("fp32", 1, 16), ("bf16", 1, 18), ("fp32", 8, 2), ("bf16", 8, 2)]
-)
-def test_bytes_per_parameter(precision: str, fsdp: int, per_element: int) -> None:
-    kinds = static_bytes(1e9, 0.0, 1e7, precision, fsdp)
-
-    assert kinds["weights"] + kinds["gradients"] + kinds["optimizer"] == pytest.approx(per_element * 1e9)
+def step(runs: list[Run], elements: float = 0.0, *, fsdp: int = 1, added: bool = False) -> dict[str, float]:
+    stored = Stored(elements, 0.0, 0.0, 0.0, 0.0)
+    return fullest(runs, stored, fsdp=fsdp, added=added, copy_bytes=4, overlap=False)
 
 
-def test_fsdp_gathers_two_calls_and_one_gradient() -> None:
-    assert static_bytes(1e9, 0.0, 1e7, "bf16", 8)["gather and reduce buffers"] == pytest.approx(
-        (2 * 2 + 4) * 1e7
-    )
+@pytest.mark.parametrize(("fsdp", "per_element"), [(1, 16), (8, 2)])
+def test_bytes_per_parameter(fsdp: int, per_element: int) -> None:
+    kinds = step([Run(NOTHING, 1, False)], 1e9, fsdp=fsdp)
+
+    assert sum(kinds[kind] for kind in memory.STORED) == pytest.approx(per_element * 1e9)
+
+
+def test_overlapping_fsdp_gathers_two_calls_and_one_gradient() -> None:
+    stored = Stored(1e9, 1e6, 1e7, 0.0, 0.0)
+
+    assert memory.in_flight_bytes(stored, 8, 2) == pytest.approx((2 * 2 + 4) * 1e7)
+
+
+def test_gradients_grow_while_what_was_kept_shrinks() -> None:
+    """4 calls keep 10 and make gradients of 1: with one micro-batch the fullest moment has no gradient yet."""
+    call = Call(10.0, 0.0, {}, {"activations": 10.0}, {}, {"activations": 10.0}, {}, 0.0, 1.0)
+
+    assert step([Run(call, 4, False)], 1.0)["gradients"] == 0
+    assert step([Run(call, 4, False)], 1.0, added=True)["gradients"] == 4
 
 
 def test_each_value_is_kept_once() -> None:
@@ -48,20 +63,23 @@ def test_each_value_is_kept_once() -> None:
     x, kv, ffn = 8 * 64 * 2, 8 * 32 * 2, 8 * 128 * 2
 
     # norm inputs and outputs, q, attention's result; k, v; gate, silu, up, product
-    assert kept(problem).kept["layer"] == 3 * (6 * x + 2 * kv + 4 * ffn)
+    layer = of_blocks(problem)["layer"]
+    assert layer.kept - layer.copies == 6 * x + 2 * kv + 4 * ffn
 
 
 def test_fusion_makes_the_activation_again() -> None:
     problem = layer_problem(batch=1, seq=8, hidden=64, ffn=128, heads=4, times=3)
 
-    assert kept(problem).kept["layer"] - kept(problem, fused=True).kept["layer"] == 3 * 8 * 128 * 2
+    assert of_blocks(problem)["layer"].kept - of_blocks(problem, fused=True)["layer"].kept == 8 * 128 * 2
 
 
 def test_recompute_keeps_only_what_enters() -> None:
     problem = layer_problem(batch=1, seq=8, hidden=64, ffn=128, heads=4, times=3)
-    found = kept(problem)
+    layer = of_blocks(problem)["layer"]
+    kinds = step([Run(layer, 3, True)])
 
-    assert found.peak(["layer"]) == found.kept["in"] + found.kept["out"] + 3 * 8 * 64 * 2 + found.one["layer"]
+    assert layer.entering == 8 * 64 * 2
+    assert sum(kinds.values()) == 2 * layer.entering + sum(layer.again.values())
 
 
 def test_splits_divide_what_is_kept() -> None:
@@ -76,7 +94,7 @@ def test_splits_divide_what_is_kept() -> None:
     )
     mesh = Mesh.parse("tp=4")
 
-    assert kept(problem, mesh, choices={"a/y": {"tp": "b"}}).kept["a"] == 64 * 64 * 4 / 4
+    assert of_blocks(problem, mesh, choices={"a/y": {"tp": "b"}})["a"].kept == 64 * 64 * 4 / 4
 
 
 def test_views_and_additions_keep_nothing() -> None:
@@ -92,7 +110,7 @@ def test_views_and_additions_keep_nothing() -> None:
         batch=64,
     )
 
-    assert kept(problem).kept["a"] == 0
+    assert of_blocks(problem)["a"].kept == 0
 
 
 def test_torch_keeps_the_same_for_an_mlp() -> None:
@@ -142,7 +160,7 @@ def test_torch_keeps_the_same_for_an_mlp() -> None:
         batch=8,
     )
 
-    assert kept(problem).kept["a"] == sum(saved.values())
+    assert of_blocks(problem)["a"].kept == sum(saved.values())
 
 
 def test_pricer_and_memory_agree_on_bytes() -> None:

@@ -17,7 +17,18 @@ _FIX = (
     "schedule=1f1b", "schedule=gpipe", "vpp=2", "cp=1", "cp=2", "mbs=1", "mbs=5", "dp>1", "ep=2", "sp=0", "sp=0|1",
     "recompute_layers=2", "recompute_layers<=1", "offload=none", "precision=fp8", "shard=2", "etp=1",
 )  # fmt: skip
-_FORBID = ("tp=2", "pp=1", "pp=2", "zero=0", "recompute=none", "schedule=interleaved", "cp>1", "mbs=1", "dp=1", "sp=1")
+_FORBID = (
+    "tp=2",
+    "pp=1",
+    "pp=2",
+    "zero=0",
+    "recompute=none",
+    "schedule=interleaved",
+    "cp>1",
+    "mbs=1",
+    "dp=1",
+    "sp=1",
+)
 
 
 @st.composite
@@ -48,7 +59,18 @@ def workloads(draw: st.DrawFn, layers: int = 6) -> Workload:
 
 @st.composite
 def clusters(draw: st.DrawFn, most: int = 16) -> Cluster:
-    names = ["h100:1x1", "h100:1x2", "h100:1x3", "h100:1x4", "h100:1x6", "h100:1x8", "h100:2x2", "h100:2x4", "h100:3x2", "cpu:4"]
+    names = [
+        "h100:1x1",
+        "h100:1x2",
+        "h100:1x3",
+        "h100:1x4",
+        "h100:1x6",
+        "h100:1x8",
+        "h100:2x2",
+        "h100:2x4",
+        "h100:3x2",
+        "cpu:4",
+    ]
     names += ["h100:2x8", "h100:4x4", "a100:2x6", "h800:4x3"] if most > 8 else []
     cluster = load_cluster(draw(st.sampled_from(names)))
     speed = st.sampled_from([0.02, 0.3, 1.0, 5.0])

@@ -53,13 +53,21 @@ def enumerated(space: Space) -> set[Layout]:
     found = set()
     for tp, cp, pp in itertools.product(ways, ways, ways):
         dp, rest = divmod(world, tp * cp * pp)
-        if rest or dp < 1 or batch % dp or pp > w.depth or (cp > 1 and (w.seq % (2 * cp) or w.seq // cp < 128)):
+        if (
+            rest
+            or dp < 1
+            or batch % dp
+            or pp > w.depth
+            or (cp > 1 and (w.seq % (2 * cp) or w.seq // cp < 128))
+        ):
             continue
         orders = [("1f1b", 1)]
         if pp > 1:
             orders += [("zb-h1", 1), ("zbv", 2), ("dualpipev", 2), ("gpipe", 1)]
             orders += [("interleaved", vpp) for vpp in range(2, w.depth + 1)]
-        for ep, etp, mbs in itertools.product(range(1, max(1, w.experts) + 1), {1, tp}, range(1, batch // dp + 1)):
+        for ep, etp, mbs in itertools.product(
+            range(1, max(1, w.experts) + 1), {1, tp}, range(1, batch // dp + 1)
+        ):
             if (dp * cp * tp) % (ep * etp) or (etp > 1 and not w.experts) or not _divides(space, tp, etp):
                 continue
             if any(layer.experts % ep for layer, _ in w.layers if layer.experts) or batch % (dp * mbs):
@@ -69,7 +77,12 @@ def enumerated(space: Space) -> set[Layout]:
                 orders, range(4), RECOMPUTE, OFFLOAD, (True, False)
             ):
                 needs = {"zb-h1": pp, "zbv": pp, "dualpipev": 2 * pp}.get(order, 1)
-                if pp * vpp > w.depth or m < needs or (order == "interleaved" and m % pp) or (zero and dp * cp == 1):
+                if (
+                    pp * vpp > w.depth
+                    or m < needs
+                    or (order == "interleaved" and m % pp)
+                    or (zero and dp * cp == 1)
+                ):
                     continue
                 if sp and w.seq % (cp * tp):
                     continue
@@ -103,7 +116,10 @@ def said(space: Space, layout: Layout) -> bool:
     compare = {"=": lambda a, b: a == b, "<=": lambda a, b: a <= b, ">=": lambda a, b: a >= b,
                "<": lambda a, b: a < b, ">": lambda a, b: a > b}  # fmt: skip
     for word in words:
-        if word.name != "precision" and any(compare[word.compare](value(word.name), v) for v in word.values) == word.forbids:
+        if (
+            word.name != "precision"
+            and any(compare[word.compare](value(word.name), v) for v in word.values) == word.forbids
+        ):
             return False
     divides = space.workload.seq % (layout.cp * layout.tp) == 0
     usual = {
@@ -182,7 +198,9 @@ def test_best_is_the_best_of_all(space: Space, software: Software, part: float) 
     assert found.bound_s <= least * CLOSE
     assert found.best.step_s <= (1 + found.gap) * least * CLOSE
     assert found.best.step_s >= least / CLOSE
-    if found.bound_s >= least / CLOSE:  # the proof is complete: only the preference for free memory costs seconds
+    if (
+        found.bound_s >= least / CLOSE
+    ):  # the proof is complete: only the preference for free memory costs seconds
         assert found.best.step_s <= TIED * least * CLOSE
         roomy = fits & (memory <= 0.9 * limit) & (seconds <= TIED * least)
         if not roomy.any():
@@ -203,11 +221,18 @@ def test_no_bound_is_above_the_price(space: Space, software: Software, random: o
     some = np.array(sorted(random.sample(range(len(grid)), min(len(grid), 150))))  # type: ignore[attr-defined]
     grid = grid.take(some)
     seconds, memory = exact(space, software, grid)
-    model = LayoutTime(w, grid, held(w, grid), cluster, software, np.maximum(1.0, batch / (grid.dp * grid.mbs)))
+    model = LayoutTime(
+        w, grid, held(w, grid), cluster, software, np.maximum(1.0, batch / (grid.dp * grid.mbs))
+    )
     assert (row_bound_s(model, model.kinds()) <= seconds * CLOSE).all()
     names = ("dp", "tp", "cp", "pp", "ep", "etp", "mbs", "precision", "sp")
-    place = {key: row for row, key in enumerate(zip(*(cores.columns[name].tolist() for name in names), strict=True))}
-    core = np.array([place[key] for key in zip(*(grid.columns[name].tolist() for name in names), strict=True)])
+    place = {
+        key: row
+        for row, key in enumerate(zip(*(cores.columns[name].tolist() for name in names), strict=True))
+    }
+    core = np.array(
+        [place[key] for key in zip(*(grid.columns[name].tolist() for name in names), strict=True)]
+    )
     assert (floor_s[core] <= seconds * CLOSE).all()
     assert (floor_bytes[core] <= memory * CLOSE).all()
     pipelines = Pipelines(w, grid, cluster, software, batch)
@@ -222,7 +247,9 @@ def test_no_bound_is_above_the_price(space: Space, software: Software, random: o
         alone = price(w, grid.layout(row), cluster, software, batch)
         assert alone.step_s == pytest.approx(seconds[row], rel=1e-9)
         assert alone.memory_total == pytest.approx(memory[row], rel=1e-9)
-        assert price(w, alone.layout, cluster, software, batch).step_s == pytest.approx(alone.step_s, rel=1e-9)
+        assert price(w, alone.layout, cluster, software, batch).step_s == pytest.approx(
+            alone.step_s, rel=1e-9
+        )
 
 
 @settings(max_examples=40)
@@ -272,7 +299,9 @@ def test_cut_is_that_of_a_mixed_integer_program(
         with pytest.raises(InfeasibleError):
             cut(times, stages, last_extra=last, memory=memory, limits=limits.tolist(), minimum=0)
         return
-    ends = np.cumsum([0, *cut(times, stages, last_extra=last, memory=memory, limits=limits.tolist(), minimum=0)])
+    ends = np.cumsum(
+        [0, *cut(times, stages, last_extra=last, memory=memory, limits=limits.tolist(), minimum=0)]
+    )
     loads = np.array([seconds[a:b].sum() for a, b in itertools.pairwise(ends)])
     sizes = np.array([held_bytes[a:b].sum() for a, b in itertools.pairwise(ends)])
     loads[-1] += last

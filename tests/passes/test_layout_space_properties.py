@@ -103,7 +103,13 @@ def sound(space: Space, found: Found) -> None:
     st.sampled_from(["time", "time", "memory"]),
 )
 def test_sound_or_an_error_that_teaches(
-    workload: Workload, cluster: Cluster, software: Software, batch: int, fix: list[str], forbid: str, objective: str
+    workload: Workload,
+    cluster: Cluster,
+    software: Software,
+    batch: int,
+    fix: list[str],
+    forbid: str,
+    objective: str,
 ) -> None:
     precisions = ("fp32",) if cluster.device.name == "cpu" else ("bf16",)
     space = Space(workload, cluster, batch, parse_decisions(fix, [forbid]), precisions)
@@ -120,7 +126,9 @@ def test_sound_or_an_error_that_teaches(
 def test_alone_on_one_device() -> None:
     """One layer, one sequence, one device: there is one thing to do."""
     workload = TransformerShape(name="one", layers=1, hidden=64, heads=1, ffn=64, vocab=0).workload(1)
-    layout = search_layouts(Space(workload, load_cluster("cpu:1"), 1, precisions=("fp32",)), Software("plain")).best.layout
+    layout = search_layouts(
+        Space(workload, load_cluster("cpu:1"), 1, precisions=("fp32",)), Software("plain")
+    ).best.layout
     assert (layout.world, layout.mbs, layout.recompute) == (1, 1, "none")
 
 
