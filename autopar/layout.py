@@ -3,7 +3,8 @@
     Layout.parse("tp=8,pp=16,vpp=8,cp=1,dp=128,zero=1,mbs=1,recompute=none,precision=bf16")
 
 A Layout says nothing of the model or the cluster; `check` says whether it can run a workload on a cluster.
-Rank order, innermost first: tp, cp, dp, pp (Megatron's default); ep and etp are cut out of tp x cp x dp.
+Rank order, innermost first: tp, cp, dp, pp (Megatron's default), or with `order=dp-outer` tp, cp, pp, dp; ep and etp are
+cut out of tp x cp x dp.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ PRECISIONS = ("fp32", "bf16", "fp8", "mxfp8", "nvfp4")
 RECOMPUTE = ("none", "selective", "full")
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zbv", "dualpipev")
 OFFLOAD = ("none", "optimizer", "activations", "all")
+ORDERS = ("pp-outer", "dp-outer")
 _COUNTS = ("dp", "tp", "cp", "pp", "vpp", "ep", "etp", "mbs")
 
 
@@ -34,6 +36,7 @@ class Layout:
                stage (None: all)
     sp         whether norms and residuals are split over the sequence by tp
     offload    what lies in host memory between its uses
+    order      whether pp or dp is outermost in rank: which of the two lies on the faster links
     cuts       layers per virtual stage in model order (pp * vpp numbers) where they are not as even as can be
     """
 
@@ -53,6 +56,7 @@ class Layout:
     schedule: str = "1f1b"
     sp: bool = True
     offload: str = "none"
+    order: str = "pp-outer"
     cuts: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
@@ -68,6 +72,7 @@ class Layout:
             ("recompute", RECOMPUTE),
             ("schedule", SCHEDULES),
             ("offload", OFFLOAD),
+            ("order", ORDERS),
         ):
             if getattr(self, name) not in known:
                 raise UsageError(
@@ -127,7 +132,7 @@ class Layout:
 
 
 def _value(name: str, text: str) -> object:
-    if name in ("precision", "recompute", "schedule", "offload"):
+    if name in ("precision", "recompute", "schedule", "offload", "order"):
         return text
     try:
         if name == "cuts":

@@ -15,10 +15,16 @@ import numpy as np
 
 from autopar.cost.grid import Array, Grid, code_of
 from autopar.errors import UsageError
-from autopar.layout import OFFLOAD, PRECISIONS, RECOMPUTE, SCHEDULES, Layout
+from autopar.layout import OFFLOAD, ORDERS, PRECISIONS, RECOMPUTE, SCHEDULES, Layout
 
 NAMES = tuple(field.name for field in fields(Layout) if field.name not in ("cuts",))
-WORDS = {"precision": PRECISIONS, "recompute": RECOMPUTE, "schedule": SCHEDULES, "offload": OFFLOAD}
+WORDS = {
+    "precision": PRECISIONS,
+    "recompute": RECOMPUTE,
+    "schedule": SCHEDULES,
+    "offload": OFFLOAD,
+    "order": ORDERS,
+}
 _RANGE = {
     "zero": (0, 3),
     "shard": (0, None),

@@ -29,10 +29,10 @@ from autopar.passes.layout_space import Space
 OBJECTIVES = ("time", "memory")
 _FIRST = 64  # cores whose layouts are priced first
 _EARLY = 4  # simulations before all rows are known
-_SIMULATIONS = 40
+SIMULATIONS = 40
 _LESS_MEMORY = 6 / 7  # of the limit: what `Found.top` is to answer for
 _STAGE_BOUNDS = 20_000
-_ENOUGH = 1.001  # what could be faster by less is not simulated; the certificate says so
+ENOUGH = 1.001  # what could be faster by less is not simulated; the certificate says so
 TIED = 1.005  # of layouts as close as this, which no prediction can tell apart, the one with most memory free
 _HEADROOM = 0.9
 
@@ -112,7 +112,7 @@ def search_layouts(
     if not pool.fits:
         raise nothing_fits(space, software, limit)
     tell(f"priced {pool.rows:,} layouts; simulating the best")
-    settled.run(pool, _SIMULATIONS, _STAGE_BOUNDS)
+    settled.run(pool, SIMULATIONS, _STAGE_BOUNDS)
     unseen = float(bounds[start]) if start < len(cores) else np.inf
     return settled.found(pool, min(unseen, settled.left), len(cores))
 
@@ -163,7 +163,7 @@ class _Settled:
             bound = float(step(spans[index], rows).min())
             if bound >= self.best_s:
                 continue
-            if bound * _ENOUGH >= self.best_s:
+            if bound * ENOUGH >= self.best_s:
                 self.left = min(self.left, bound)
                 continue
             if found.grid.pp[index] > 1 and name not in self.spans:

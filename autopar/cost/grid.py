@@ -13,7 +13,7 @@ from typing import Any, ParamSpec
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.layout import OFFLOAD, PRECISIONS, RECOMPUTE, SCHEDULES, Layout
+from autopar.layout import OFFLOAD, ORDERS, PRECISIONS, RECOMPUTE, SCHEDULES, Layout
 
 Array = NDArray[Any]
 P = ParamSpec("P")
@@ -61,7 +61,10 @@ class Grid:
         """The same rows with other columns, each an array or one value for all."""
         count = len(self)
         return Grid(
-            {name: np.broadcast_to(columns.get(name, column), (count,)) for name, column in self.columns.items()}
+            {
+                name: np.broadcast_to(columns.get(name, column), (count,))
+                for name, column in self.columns.items()
+            }
         )
 
     @cached_property
@@ -74,6 +77,13 @@ class Grid:
     def layout(self, index: int) -> Layout:
         values = {name: _word(name, int(column[index])) for name, column in self.columns.items()}
         return Layout(**values)
+
+
+def strides(grid: Grid) -> tuple[Array, Array]:
+    """(how far apart in rank neighbours along dp are, and along pp); tp is innermost, then cp."""
+    inside = grid.tp * grid.cp
+    outer = grid.order == ORDERS.index("dp-outer")
+    return np.where(outer, inside * grid.pp, inside), np.where(outer, inside, inside * grid.dp)
 
 
 def distinct(columns: Sequence[Array]) -> tuple[Array, Array]:
@@ -109,7 +119,13 @@ def over_distinct(function: Callable[P, Array]) -> Callable[P, Array]:
     return spread
 
 
-_WORDS = {"precision": PRECISIONS, "recompute": RECOMPUTE, "schedule": SCHEDULES, "offload": OFFLOAD}
+_WORDS = {
+    "precision": PRECISIONS,
+    "recompute": RECOMPUTE,
+    "schedule": SCHEDULES,
+    "offload": OFFLOAD,
+    "order": ORDERS,
+}
 
 
 def _code(name: str, value: Any) -> int:

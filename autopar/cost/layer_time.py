@@ -133,13 +133,16 @@ class LayerTimes:
         open_experts = np.where(
             g.schedule == _DUALPIPE, min(_DUALPIPE_EXPOSED, soft.ep_exposed), soft.ep_exposed
         )
-        hidden = (1 - soft.tp_exposed) * tensor + (1 - open_experts) * expert
+        # the overlap of tensor parallelism with its products is made of copies inside a node
+        within = self.links[0].size or np.inf
+        open_tensor = np.where(g.tp > within, 1.0, soft.tp_exposed)
+        hidden = (1 - open_tensor) * tensor + (1 - open_experts) * expert
         return LayerTime(
             f,
             b,
             w,
             again,
-            soft.tp_exposed * tensor,
+            open_tensor * tensor,
             context,
             open_experts * expert,
             soft.contention * hidden,

@@ -13,7 +13,7 @@ from autopar.cost.grid import Array, Grid
 from autopar.cost.held import PLACES, Held, held
 from autopar.cost.layer_time import Ends
 from autopar.cost.layout_memory import BUFFERS, moments
-from autopar.cost.layout_time import DATA, OPTIMIZER, OTHER, LayoutTime
+from autopar.cost.layout_time import DATA, HOST, OPTIMIZER, OTHER, LayoutTime
 from autopar.cost.software import Software
 from autopar.layout import RECOMPUTE, SCHEDULES
 from autopar.workload import Layer, Workload
@@ -21,7 +21,7 @@ from autopar.workload import Layer, Workload
 _FULL = RECOMPUTE.index("full")
 
 # What a step takes beside its pipeline.
-OUTSIDE = (DATA, OPTIMIZER)
+OUTSIDE = (DATA, HOST, OPTIMIZER)
 
 
 def core_bound_s(

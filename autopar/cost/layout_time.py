@@ -11,23 +11,25 @@ from typing import Any
 import numpy as np
 
 from autopar.cluster import Cluster
-from autopar.cost.grid import Array, Grid
+from autopar.cost.grid import Array, Grid, strides
 from autopar.cost.held import Held
+from autopar.cost.kept import saved_of_run
 from autopar.cost.layer_time import Ends, LayerTime, LayerTimes
 from autopar.cost.rates import Data, Rates
 from autopar.cost.schedule import step_s
 from autopar.cost.software import Software
-from autopar.cost.traffic import Groups, slowed
-from autopar.layout import SCHEDULES
+from autopar.cost.traffic import Groups, Replicas, slowed
+from autopar.layout import OFFLOAD, ORDERS, SCHEDULES
 from autopar.workload import Layer, Workload
 
 # The kinds of time, in the order of a page.
 FORWARD, BACKWARD, AGAIN = "forward", "backward", "recompute"
 TENSOR, CONTEXT, EXPERT = "tensor communication", "context communication", "expert communication"
 PIPELINE, BUBBLE = "pipeline communication", "pipeline bubble"
-DATA, OPTIMIZER, OTHER = "data communication", "optimizer", "other"
-TIMES = (FORWARD, BACKWARD, AGAIN, TENSOR, CONTEXT, EXPERT, PIPELINE, BUBBLE, DATA, OPTIMIZER, OTHER)
+DATA, HOST, OPTIMIZER, OTHER = "data communication", "host transfers", "optimizer", "other"
+TIMES = (FORWARD, BACKWARD, AGAIN, TENSOR, CONTEXT, EXPERT, PIPELINE, BUBBLE, DATA, HOST, OPTIMIZER, OTHER)
 # Adam reads the gradient, the master and two moments in fp32, and writes the last three and a 16-bit copy.
+STATE_BYTES = 12
 OPTIMIZER_BYTES = 4 * 4 + 3 * 4 + 2 + 4
 
 
@@ -66,10 +68,10 @@ class LayoutTime:
         return self._times.ends().spread(self._index)
 
     def send_s(self) -> Array:
-        """One hop of the pipeline: a micro-batch's hidden state to the rank tp * cp * dp further."""
+        """One hop of the pipeline: a micro-batch's hidden state to the rank of the next stage."""
         g = self.grid
         size = g.mbs * self.workload.seq / g.cp * self.workload.hidden * self.half / g.tp
-        return np.where(g.pp > 1, Groups(self.links, g.pp, g.tp * g.cp * g.dp).send(size), 0.0)
+        return np.where(g.pp > 1, Groups(self.links, g.pp, strides(g)[1]).send(size), 0.0)
 
     def kinds(self) -> dict[str, Array]:
         """Seconds of the step by kind."""
@@ -97,6 +99,7 @@ class LayoutTime:
         uneven = m * load - inside * one.total
         times[BUBBLE] = np.where(alone, 0.0, uneven + self._ramp(one, depth / g.pp))
         times[DATA] = self._data(one, depth / g.pp)
+        times[HOST] = self._host(one, most)
         own = self.held.split(g.zero, 1) * self.held.trained
         times[OPTIMIZER] = self.rates.stream_s(own * OPTIMIZER_BYTES, 20)
         nodes = np.maximum(1.0, g.dp * g.tp * g.cp * g.pp / self.cluster.devices_per_node)
@@ -122,19 +125,42 @@ class LayoutTime:
                 out[rows] = whole - count * sum(own)
         return out
 
+    def _host(self, one: LayerTime, layers: Array) -> Array:
+        """Transfers to and from host memory that nothing hides. Optimizer state (fp32 master and two moments) goes in
+        and out once per step, both ways at once, beside nothing; activations go out behind the forward of their
+        micro-batch and come in behind its backward (Ren et al. 2021, "ZeRO-Offload"; Rhu et al. 2016, "vDNN")."""
+        g = self.grid
+        gbps = self.cluster.device.host_gbps
+        if gbps is None or not np.any(g.offload > 0):
+            return 0.0 * self.micro_batches
+        states, activations = (
+            np.isin(g.offload, [OFFLOAD.index(word), OFFLOAD.index("all")])
+            for word in ("optimizer", "activations")
+        )
+        own = self.held.split(g.zero, 1) * self.held.trained
+        kept = sum(
+            count * saved_of_run(layer, self.workload, g, self.software)
+            for layer, count in self.workload.layers
+        ) / max(1, self.workload.depth)
+        away = self.software.offloaded * kept / (gbps * 1e9)
+        back = one.b + one.w + one.again
+        waits = np.maximum(0.0, away - one.f) + np.maximum(0.0, away - back)
+        total: Array = states * own * STATE_BYTES / (gbps * 1e9)
+        return total + activations * self.micro_batches * layers * waits
+
     def _data(self, one: LayerTime, layers: Array) -> Array:
         """Data-parallel traffic that nothing hides: reduction of gradients, gathering of parameters.
 
-        ZeRO-0 all-reduces once per step; 1 and 2 scatter gradients and gather parameters once per step; 3 gathers
-        for each forward and backward of a micro-batch and scatters its gradients.
+        ZeRO-0 all-reduces once per step; 1 scatters gradients and gathers parameters once per step; 2 scatters the
+        gradients of every micro-batch; 3 gathers for each of its forwards and backwards besides.
         """
         g, soft, own = self.grid, self.software, self.held
         grad, copy, trained = np.minimum(soft.reduce_bytes, 2 * self.half), self.half, own.trained
         far = g.tp * np.maximum(1, g.ep * g.etp // g.tp)
-        dense_all, dense_shard = Groups(self.links, own.ranks, g.tp), Groups(self.links, own.shard, g.tp)
+        dense_all, dense_shard = self._replicas(own.ranks, g.tp), self._replicas(own.shard, g.tp)
         expert_all, expert_shard = (
-            Groups(self.links, own.expert_ranks, far),
-            Groups(self.links, own.expert_shard, far),
+            self._replicas(own.expert_ranks, far),
+            self._replicas(own.expert_shard, far),
         )
 
         def both(kind: str, item: Any) -> Array:
@@ -162,10 +188,23 @@ class LayoutTime:
             gather, soft.gather_window * forward
         )
         once = once + soft.gather_rank_s * np.where(own.shard > 1, own.shard, 0)
+        twice = self.micro_batches * exposed(scatter, soft.dp_window * backward)
+        twice = (
+            twice + exposed(across, soft.dp_window * backward) + exposed(gather, soft.gather_window * forward)
+        )
+        twice = twice + soft.gather_rank_s * np.where(own.shard > 1, own.shard, 0)
         gathers = both("all_gather", copy)
         open_f = exposed(gathers, soft.fsdp_window * forward)
         open_b = exposed(gathers + scatter, soft.fsdp_window * backward)
         hidden = 2 * gathers + scatter - open_f - open_b
         each = self.micro_batches * (open_f + open_b + soft.contention * hidden)
         each = each + exposed(across, soft.dp_window * backward)
-        return np.where(g.zero == 0, replicated, np.where(g.zero == 3, each, once))
+        some = np.where(g.zero == 2, np.maximum(once, twice), once)
+        return np.where(g.zero == 0, replicated, np.where(g.zero == 3, each, some))
+
+    def _replicas(self, size: Array, stride: Array) -> Replicas:
+        """The groups of `size` data ranks, `stride` apart; with dp outermost those of other stages lie between."""
+        g = self.grid
+        inside = np.minimum(size, np.maximum(1, g.tp * g.cp // stride))
+        outer = g.order == ORDERS.index("dp-outer")
+        return Replicas(self.links, size, stride, np.where(outer, inside, size), strides(g)[0])

@@ -112,7 +112,9 @@ def _longest(paths: list[Path], costs: tuple[Floats, ...]) -> Floats:
     """The longest of paths given by their forwards, input gradients, weight gradients and hops."""
     longest = np.asarray(-np.inf)
     for path in paths:
-        longest = np.maximum(longest, sum(np.asanyarray(n) * cost for n, cost in zip(path, costs, strict=True)))
+        longest = np.maximum(
+            longest, sum(np.asanyarray(n) * cost for n, cost in zip(path, costs, strict=True))
+        )
     return longest
 
 

@@ -64,6 +64,21 @@ class Groups:
         return np.asanyarray(fixed + rate * total_bytes)
 
 
+class Replicas:
+    """Groups of `size` ranks of which `inside` are `stride` apart, and the rest of them `step` apart: collectives go
+    over the inner part first, and then over the outer on the pieces (where all are inside, in one)."""
+
+    def __init__(self, links: tuple[Link, ...], size: Any, stride: Any, inside: Any, step: Any) -> None:
+        self.inside = np.maximum(1, inside)
+        self.inner = Groups(links, self.inside, stride)
+        outer = np.maximum(1, size // self.inside)
+        self.outer = Groups(links, outer, step) if np.any(outer > 1) else None
+
+    def seconds(self, kind: str, total_bytes: Any) -> Array:
+        inner = self.inner.seconds(kind, total_bytes)
+        return inner if self.outer is None else inner + self.outer.seconds(kind, total_bytes / self.inside)
+
+
 @lru_cache(maxsize=16384)
 def dispatch(
     links: tuple[Link, ...], size: int, stride: int, topk: float, distinct: float
