@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import copy
 import datetime
+import multiprocessing
 import re
 import sys
 import tomllib
@@ -22,11 +23,11 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from scipy.optimize import least_squares
 
 sys.path.insert(0, str(Path(__file__).parent))
 from metrics import Errors
@@ -41,6 +42,8 @@ from autopar.cost.software import ancestry, changed, load_software, software_dat
 
 PRIORS = Path(__file__).with_name("priors.toml")
 COST = Path(__file__).parent.parent / "autopar" / "cost"
+_SMALL = 12  # rows of a source, up to which its absence is a small change
+_WORKERS = 2
 NOISE = 0.08  # size of a residual (of log step time) from which it counts less than squared
 
 
@@ -179,34 +182,32 @@ def placed(data: dict[str, Any], known: Sequence[Constant], values: Array) -> di
 
 
 class Fit:
-    """Residuals of log step time, their derivatives by finite differences of only what a constant touches."""
+    """Residuals of log step time, and the constants at the least of their cost, for all rows or some."""
 
     def __init__(self, prepared: Sequence[Priceable], data: dict[str, Any]) -> None:
         self.prepared, self.data = list(prepared), data
         self.constants = constants(prepared)
-        self.start = np.log([constant.prior for constant in self.constants])
-        now = [data[c.path[0]][c.path[1]].get(c.path[2], c.prior) for c in self.constants]
         self.low = np.log([c.low for c in self.constants])
         self.high = np.log([c.high for c in self.constants])
-        self.now = np.clip(np.log(now), self.low + 1e-6, self.high - 1e-6)
+        now = [data[c.path[0]][c.path[1]].get(c.path[2], c.prior) for c in self.constants]
+        self.now = np.clip(np.log(now), self.low, self.high)
         place = {c.path: n for n, c in enumerate(self.constants)}
         pull = np.eye(len(self.constants))
-        target = self.start.copy()
+        target = np.log([constant.prior for constant in self.constants])
         for n, c in enumerate(self.constants):
             if c.like in place:
                 pull[n, place[c.like]], target[n] = -1.0, 0.0
             pull[n], target[n] = pull[n] / c.sigma, target[n] / c.sigma
         self.pull, self.target = pull, target
-        self.rows = np.concatenate([one.places for one in self.prepared])
         self.runs = [run for one in self.prepared for run in one.batch.runs]
         self.log_measured = np.log(np.concatenate([one.measured for one in self.prepared]))
         edges = np.cumsum([0, *(len(one.places) for one in self.prepared)])
         self.slices = [slice(a, b) for a, b in pairwise(edges)]
         group = [f"{run.source}|{run.device}|{run.kind}" for run in self.runs]
         many = Counter(group)
-        self.weight = np.array(
-            [many[name] ** -0.25 for name in group]
-        )  # of a residual; its square is the row's
+        # of a row's cost: a group of alike rows counts as the square root of their number
+        self.weight = np.array([many[name] ** -0.5 for name in group])
+        self.sources = np.array([run.source for run in self.runs])
 
     def predict(self, values: Array, only: Sequence[int] | None = None) -> Array:
         data = placed(self.data, self.constants, values)
@@ -215,75 +216,109 @@ class Fit:
             out[self.slices[n]] = np.log(seconds(self.prepared[n], data))
         return out
 
-    def residuals(self, values: Array) -> Array:
-        return self.predict(values) - self.log_measured
+    def residuals(self, values: Array, only: Sequence[int] | None = None) -> Array:
+        """Log of predicted over measured; 0 for what is in none of the batches `only`."""
+        return np.nan_to_num(self.predict(values, only) - self.log_measured)
 
-    def jacobian(self, values: Array, base: Array) -> Array:
+    def jacobian(self, values: Array, base: Array, only: Sequence[int] | None = None) -> Array:
+        """Derivatives of `base`, the residuals at `values`, by finite differences of only what a constant touches."""
         out = np.zeros((len(base), len(self.constants)))
+        chosen = range(len(self.prepared)) if only is None else only
         for column, constant in enumerate(self.constants):
-            touched = [n for n, one in enumerate(self.prepared) if constant.path[:2] in one.touches]
+            touched = [n for n in chosen if constant.path[:2] in self.prepared[n].touches]
             step = 0.02 if values[column] + 0.02 < self.high[column] else -0.02
             moved = values.copy()
             moved[column] += step
             new = self.predict(moved, touched)
             for n in touched:
                 place = self.slices[n]
-                out[place, column] = (new[place] + 0.0 - self.log_measured[place] - base[place]) / step
+                out[place, column] = (new[place] - self.log_measured[place] - base[place]) / step
         return out
 
-    def solve(self, steps: int) -> Array:
-        """The constants (as logarithms) at the least of the cost."""
-        cache: dict[bytes, Array] = {}
+    def cost(self, residuals: Array, values: Array, keep: Array) -> float:
+        rows = 2.0 * (np.sqrt(1.0 + (residuals / NOISE) ** 2) - 1.0)
+        return float(np.sum(self.weight * keep * rows) + np.sum((self.pull @ values - self.target) ** 2))
 
-        def base(values: Array) -> Array:
-            key = values.tobytes()
-            if key not in cache:
-                cache.clear()
-                cache[key] = self.residuals(values)
-            return cache[key]
+    def solve(
+        self, start: Array, keep: Array, steps: int, slope: Array | None = None, log: bool = False
+    ) -> tuple[Array, Array]:
+        """The constants (as logarithms) at the least of the cost of the rows that `keep` weighs, and the derivatives
+        last taken: damped Gauss-Newton steps with the soft L1 loss as weights. `slope`: derivatives to start with."""
+        only = [n for n in range(len(self.prepared)) if np.any(keep[self.slices[n]] > 0)]
+        now, damping = start.copy(), 1e-3
+        base = self.residuals(now, only)
+        best = self.cost(base, now, keep)
+        for step in range(steps):
+            if slope is None or step > 0:
+                slope = self.jacobian(now, base, only)
+            improved = False
+            for _ in range(4):
+                move = self._move(now, base, slope, keep, damping)
+                tried = np.clip(now + move, self.low, self.high)
+                residuals = self.residuals(tried, only)
+                cost = self.cost(residuals, tried, keep)
+                if cost < best:
+                    improved = True
+                    gain, now, base, best = best - cost, tried, residuals, cost
+                    damping = max(1e-4, damping / 10)
+                    if gain < 0.002 * best:
+                        break
+                else:
+                    damping = max(damping, 1e-2) * 10
+                    if damping > 1e3:
+                        break
+            if log:
+                print(f"  step {step}: cost {best:.3f}")
+            if not improved:
+                break
+        assert slope is not None
+        return now, slope
 
-        def cost(values: Array) -> Array:
-            return np.concatenate([base(values) / NOISE * self.weight, self.pull @ values - self.target])
-
-        def slope(values: Array) -> Array:
-            rows = self.jacobian(values, base(values)) / NOISE * self.weight[:, None]
-            return np.vstack([rows, self.pull])
-
-        found = least_squares(
-            cost, self.now, jac=slope, bounds=(self.low, self.high), loss="soft_l1", max_nfev=steps, verbose=1
-        )
-        return np.asarray(found.x)
-
-    def without(self, keep: Array, values: Array, slope: Array) -> Array:
-        """The constants without some rows: Newton steps from the full fit with its derivatives, residuals anew."""
-        now = values.copy()
+    def _move(self, now: Array, base: Array, slope: Array, keep: Array, damping: float) -> Array:
+        """A Newton step within the bounds: constants that would leave them stay."""
+        pull = self.weight * keep / np.sqrt(1.0 + (base / NOISE) ** 2) / NOISE**2
+        hessian = slope.T @ (slope * pull[:, None]) + self.pull.T @ self.pull
+        gradient = slope.T @ (base * pull) + self.pull.T @ (self.pull @ now - self.target)
+        hessian = hessian + damping * np.diag(np.diag(hessian))
+        free = np.ones(len(now), dtype=bool)
+        move = np.zeros(len(now))
         for _ in range(4):
-            r = self.residuals(now)
-            pull = self.weight**2 * keep / np.sqrt(1 + (r / NOISE * self.weight) ** 2) / NOISE**2
-            hessian = slope.T @ (slope * pull[:, None]) + self.pull.T @ self.pull
-            gradient = slope.T @ (r * pull) + self.pull.T @ (self.pull @ now - self.target)
-            now = np.clip(now - 0.8 * np.linalg.solve(hessian, gradient), self.low, self.high)
-        return now
+            move[:] = 0.0
+            move[free] = -np.linalg.solve(hessian[np.ix_(free, free)], gradient[free])
+            out = free & (
+                ((now <= self.low) & (move < 0)) | ((now >= self.high) & (move > 0))
+            )
+            if not out.any():
+                break
+            free &= ~out
+        return np.clip(move, -0.5, 0.5)
 
 
-def cross_validated(fit: Fit, values: Array) -> Array:
+def left_out(fit: Fit, values: Array, slope: Array, source: str) -> Array:
+    """Log predictions of a source's rows by constants fitted to all others (0 elsewhere): from the fit to all, whose
+    derivatives serve for the first steps, and for all of them where the source is too small to move much."""
+    theirs = fit.sources == source
+    keep = 1.0 - theirs
+    now, _ = fit.solve(values, keep, 3 if theirs.sum() > _SMALL else 1, slope)
+    mine = [n for n in range(len(fit.prepared)) if theirs[fit.slices[n]].any()]
+    return np.where(theirs, np.nan_to_num(fit.predict(now, mine)), 0.0)
+
+
+def cross_validated(fit: Fit, values: Array, slope: Array) -> Array:
     """Log predictions, each source's by constants fitted without it."""
-    base = fit.residuals(values)
-    slope = fit.jacobian(values, base)
-    sources = np.array([run.source for run in fit.runs])
-    out = base + fit.log_measured
-    for source in sorted(set(sources)):
-        keep = (sources != source).astype(float)
-        now = fit.without(keep, values, slope)
-        mine = [
-            n
-            for n, one in enumerate(fit.prepared)
-            if one.batch.runs[0].source == source or any(r.source == source for r in one.batch.runs)
-        ]
-        new = fit.predict(now, mine)
-        chosen = sources == source
-        out[chosen] = new[chosen]
-    return out
+    sources = [name for name, _ in Counter(fit.sources.tolist()).most_common()]
+    context = multiprocessing.get_context("fork")  # the workers see this process's fit; only results travel
+
+    def work(names: Sequence[str], out: Connection) -> None:
+        out.send(sum(left_out(fit, values, slope, name) for name in names))
+        out.close()
+
+    found = []
+    for worker in range(_WORKERS):
+        here, there = context.Pipe(duplex=False)
+        context.Process(target=work, args=(sources[worker::_WORKERS], there)).start()
+        found.append(here)
+    return np.asarray(sum(pipe.recv() for pipe in found))
 
 
 def validation(fit: Fit, values: Array, crossed: Array) -> dict[str, Any]:
@@ -316,8 +351,8 @@ def validation(fit: Fit, values: Array, crossed: Array) -> dict[str, Any]:
 def cross_validate(runs: Sequence[Run], steps: int = 4) -> dict[str, Any]:
     """Fit to the runs, then leave each source out: what validation.toml holds."""
     fit = Fit(prepare(runs), merged())
-    values = fit.solve(steps)
-    return validation(fit, values, cross_validated(fit, values))
+    values, slope = fit.solve(fit.now, np.ones(len(fit.runs)), steps)
+    return validation(fit, values, cross_validated(fit, values, slope))
 
 
 def write_constants(fit: Fit, values: Array) -> None:
@@ -373,7 +408,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     runs, _ = read_runs(options.rows)
     fit = Fit(prepare(runs), merged())
     print(f"{len(fit.runs)} rows in {len(fit.prepared)} batches, {len(fit.constants)} constants")
-    values = fit.solve(options.steps)
+    values, slope = fit.solve(fit.now, np.ones(len(fit.runs)), options.steps, log=True)
     for constant, value in zip(fit.constants, np.exp(values), strict=True):
         edge = (
             " (at its bound)"
@@ -381,7 +416,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             else ""
         )
         print(f"  {'.'.join(constant.path):40} {value:10.4g}  prior {constant.prior:10.4g}{edge}")
-    found = validation(fit, values, cross_validated(fit, values))
+    found = validation(fit, values, cross_validated(fit, values, slope))
     print("in-sample", found["in_sample"])
     for name, errors in found["errors"].items():
         print(f"  {name:34}", "  ".join(f"{key} {value:.3g}" for key, value in errors.items()))

@@ -19,16 +19,15 @@ import numpy as np
 from autopar.cost.estimate import Estimates, estimate
 from autopar.cost.grid import Array, Grid
 from autopar.cost.held import held
+from autopar.cost.layout_bound import OUTSIDE
 from autopar.cost.layout_memory import LOGITS, WORKSPACE
 from autopar.cost.layout_time import (
     AGAIN,
     BACKWARD,
     BUBBLE,
     CONTEXT,
-    DATA,
     EXPERT,
     FORWARD,
-    OPTIMIZER,
     OTHER,
     PIPELINE,
     TENSOR,
@@ -200,7 +199,7 @@ def _part(space: Space, grid: Grid, per_stage: Array, pool: Pool, software: Soft
         layer=layer,
         ends=np.stack([ends.first_f, ends.first_b, ends.last_f, ends.last_b], axis=1),
         send=model.send_s(),
-        beside={kind: found.time_s[kind] for kind in (DATA, OPTIMIZER)},
+        beside={kind: found.time_s[kind] for kind in OUTSIDE},
         kinds=kinds,
         share=(found.time_s[OTHER] - software.step_s) / closed,
         fixed=fixed,
@@ -266,7 +265,7 @@ def _price(
     times = {kind: float(value[row]) * layers * micro_batches for kind, value in part.kinds.items()}
     times[PIPELINE] = 2 * send * software.pp_exposed * micro_batches
     times[BUBBLE] = max(0.0, span - sum(times.values()))
-    times |= {kind: max(float(one.beside[kind][row]) for one in own) for kind in (DATA, OPTIMIZER)}
+    times |= {kind: max(float(one.beside[kind][row]) for one in own) for kind in OUTSIDE}
     times[OTHER] = software.step_s + share * (span + outside)
     fullest = max(
         range(len(own)),

@@ -29,7 +29,7 @@ from autopar.passes.layout_space import Space
 OBJECTIVES = ("time", "memory")
 _FIRST = 64  # cores whose layouts are priced first
 _EARLY = 4  # simulations before all rows are known
-SIMULATIONS = 40
+SIMULATIONS = 100
 _LESS_MEMORY = 6 / 7  # of the limit: what `Found.top` is to answer for
 _STAGE_BOUNDS = 20_000
 ENOUGH = 1.001  # what could be faster by less is not simulated; the certificate says so
@@ -91,7 +91,7 @@ def search_layouts(
         raise nothing_divides(space)
     tell(f"bounding {len(cores):,} cores")
     bounds, floor = core_bound_s(space.workload, cores, space.cluster, software, space.batch)
-    possible = floor <= limit
+    possible = floor <= limit * (1 + 1e-12)
     if not possible.any():
         raise nothing_fits(space, software, limit)
     cores, bounds, floor = cores.take(possible), bounds[possible], floor[possible]

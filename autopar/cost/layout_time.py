@@ -146,7 +146,8 @@ class LayoutTime:
         back = one.b + one.w + one.again
         waits = np.maximum(0.0, away - one.f) + np.maximum(0.0, away - back)
         total: Array = states * own * STATE_BYTES / (gbps * 1e9)
-        return total + activations * self.micro_batches * layers * waits
+        total = total + activations * self.micro_batches * layers * waits
+        return total
 
     def _data(self, one: LayerTime, layers: Array) -> Array:
         """Data-parallel traffic that nothing hides: reduction of gradients, gathering of parameters.
@@ -199,7 +200,9 @@ class LayoutTime:
         hidden = 2 * gathers + scatter - open_f - open_b
         each = self.micro_batches * (open_f + open_b + soft.contention * hidden)
         each = each + exposed(across, soft.dp_window * backward)
-        some = np.where(g.zero == 2, np.maximum(once, twice), once)
+        # what keeps parameters whole under a pipeline reduces once per step too (torchtitan, Llama 3 section 3.3.2)
+        again = (g.zero == 2) & ~((g.pp > 1) & soft.keeps_gathered)
+        some = np.where(again, np.maximum(once, twice), once)
         return np.where(g.zero == 0, replicated, np.where(g.zero == 3, each, some))
 
     def _replicas(self, size: Array, stride: Array) -> Replicas:

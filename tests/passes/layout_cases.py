@@ -38,11 +38,11 @@ def workloads(draw: st.DrawFn, layers: int = 6) -> Workload:
     shape = TransformerShape(
         name="tiny",
         layers=draw(st.integers(1, layers)),
-        hidden=heads * draw(st.sampled_from([16, 64, 256])),
+        hidden=heads * draw(st.sampled_from([16, 64, 256, 4096])),
         heads=heads,
         kv_heads=draw(st.sampled_from([ways for ways in range(1, heads + 1) if heads % ways == 0])),
         ffn=draw(st.sampled_from([96, 384, 1000])),
-        vocab=draw(st.sampled_from([0, 101, 1024, 20000])),
+        vocab=draw(st.sampled_from([0, 101, 1024, 200000])),
         tied=draw(st.booleans()),
         dropout=draw(st.booleans()),
         bias=draw(st.booleans()),

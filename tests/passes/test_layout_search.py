@@ -24,7 +24,7 @@ from autopar.errors import InfeasibleError
 from autopar.layout import OFFLOAD, PRECISIONS, RECOMPUTE, SCHEDULES, Layout
 from autopar.passes.decisions import Decisions
 from autopar.passes.layout_rows import Pool, stage_layers
-from autopar.passes.layout_search import TIED, search_layouts
+from autopar.passes.layout_search import ENOUGH, SIMULATIONS, TIED, search_layouts
 from autopar.passes.layout_space import Space
 from autopar.workload import Attention, Matmul
 
@@ -138,12 +138,12 @@ def exact(space: Space, software: Software, grid: Grid) -> tuple[Array, Array]:
     w, cluster, batch = space.workload, space.cluster, space.batch
     found = estimate(w, grid, cluster, software, batch)
     pipelines = Pipelines(w, grid, cluster, software, batch)
-    spans, known = np.zeros(len(grid)), dict[tuple[object, ...], float]()
+    spans, known = np.zeros(len(grid)), dict[Layout, float]()
     for row in np.flatnonzero(grid.pp > 1):
-        layout = grid.layout(row)
+        layout = grid.layout(int(row))
         key = layout.with_(zero=0, shard=0, offload="none")
         if key not in known:
-            known[key] = pipelines.stages(row, layout).simulate(layout)[0]
+            known[key] = pipelines.stages(int(row), layout).simulate(layout)[0]
         spans[row] = known[key]
     seconds = np.where(grid.pp > 1, step_of(found.time_s, software, spans), found.step_s)
     return seconds, found.memory_total
@@ -186,7 +186,7 @@ def test_best_is_the_best_of_all(space: Space, software: Software, part: float) 
         return
     grid = with_counts(space, grid)
     seconds, memory = exact(space, software, grid)
-    limit = float(np.quantile(memory, min(part, 1.0)) * (0.99 if part == 0 else 1.0))
+    limit = float(np.quantile(memory, min(part, 1.0)) * (0.99 if part == 0 else 1 + 1e-6))  # no knife edge
     fits = memory <= limit
     if not fits.any():
         with pytest.raises(InfeasibleError):
@@ -199,12 +199,11 @@ def test_best_is_the_best_of_all(space: Space, software: Software, part: float) 
     assert found.best.step_s <= (1 + found.gap) * least * CLOSE
     assert found.best.step_s >= least / CLOSE
     if (
-        found.bound_s >= least / CLOSE
-    ):  # the proof is complete: only the preference for free memory costs seconds
-        assert found.best.step_s <= TIED * least * CLOSE
-        roomy = fits & (memory <= 0.9 * limit) & (seconds <= TIED * least)
-        if not roomy.any():
-            assert found.best.step_s <= least * CLOSE
+        found.simulated < SIMULATIONS
+    ):  # the proof is complete, to a thousandth and the preference for free memory
+        assert found.gap <= TIED * ENOUGH - 1 + 1e-9
+        roomy = fits & (memory <= 0.9 * limit) & (seconds <= TIED * ENOUGH * least)
+        assert found.best.step_s <= (TIED if roomy.any() else 1.0) * ENOUGH * least * CLOSE
 
 
 @settings(max_examples=100)
@@ -237,14 +236,14 @@ def test_no_bound_is_above_the_price(space: Space, software: Software, random: o
     assert (floor_bytes[core] <= memory * CLOSE).all()
     pipelines = Pipelines(w, grid, cluster, software, batch)
     piped = np.flatnonzero(grid.pp > 1)
-    bounds = pipelines.bounds_s(piped) if len(piped) else []
+    bounds = pipelines.bounds_s(piped) if len(piped) else np.zeros(0)
     for row, bound in list(zip(piped, bounds, strict=True))[:40]:
-        layout = grid.layout(row)
-        stages = pipelines.stages(row, layout)
+        layout = grid.layout(int(row))
+        stages = pipelines.stages(int(row), layout)
         assert stages.bound_s(layout) == pytest.approx(bound, rel=1e-9)
         assert bound <= stages.simulate(layout)[0] * CLOSE
     for row in random.sample(range(len(grid)), min(3, len(grid))):  # type: ignore[attr-defined]
-        alone = price(w, grid.layout(row), cluster, software, batch)
+        alone = price(w, grid.layout(int(row)), cluster, software, batch)
         assert alone.step_s == pytest.approx(seconds[row], rel=1e-9)
         assert alone.memory_total == pytest.approx(memory[row], rel=1e-9)
         assert price(w, alone.layout, cluster, software, batch).step_s == pytest.approx(
@@ -291,7 +290,7 @@ def test_cut_is_that_of_a_mixed_integer_program(
     goal = np.eye(size)[-1]
     whole = np.ones(size)
     whole[-1] = 0
-    answer = milp(goal, integrality=whole, bounds=Bounds(0, np.where(whole == 1, 1, np.inf)),
+    answer = milp(goal, integrality=whole.astype(int), bounds=Bounds(0, np.where(whole == 1, 1, np.inf)),
                   constraints=LinearConstraint(np.array(rows), low, high))  # fmt: skip
     times = [(float(t), count) for t, count in runs]
     memory = [float(10 - t) for t, _ in runs]
