@@ -109,7 +109,11 @@ def plan(
     forbid: ForbidOption = None,
     space: SpaceOption = None,
     objective: Annotated[
-        str, typer.Option("--objective", help="time, memory for the leanest plan, or robust: least regret if constants are off")
+        str,
+        typer.Option(
+            "--objective",
+            help="time, memory for the leanest plan, or robust: least regret if constants are off",
+        ),
     ] = "time",
     output: Annotated[Path | None, typer.Option("--output", "-o", help="write the plan to this file")] = None,
     dump: Annotated[

@@ -92,6 +92,18 @@ class Layout:
         """Ranks over which dense parameters are replicated or sharded by ZeRO."""
         return self.dp * self.cp
 
+    @property
+    def fsdp(self) -> int:
+        """Replicas that hold one copy of the parameters together, each with the cp ranks beside it; 1 below ZeRO-3."""
+        return max(1, (self.shard or self.data_ranks) // self.cp) if self.zero == 3 else 1
+
+    def mesh_sizes(self) -> dict[str, int]:
+        """Sizes of the mesh axes, outermost first: where dp is outermost, pp lies inside of it and fsdp."""
+        data = {"dp": self.dp // self.fsdp, "fsdp": self.fsdp}
+        stages = {"pp": self.pp}
+        outer = data | stages if self.order == "dp-outer" else stages | data
+        return outer | {"cp": self.cp, "tp": self.tp}
+
     def __str__(self) -> str:
         """The text form; what has its default is left out, but for dp, tp, pp, zero, mbs, recompute and precision."""
         always = {"dp", "tp", "pp", "zero", "mbs", "recompute", "precision"}

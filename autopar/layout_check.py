@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from autopar.cluster import Cluster
+from autopar.cluster import Cluster, Device
 from autopar.errors import ClusterError, UsageError
 from autopar.layout import Layout
 from autopar.workload import Layer, Matmul, Workload
@@ -79,6 +79,11 @@ def _world(layout: Layout, cluster: Cluster) -> Iterator[UsageError]:
             f"shard={layout.shard} does not divide the {layout.data_ranks} data ranks (dp * cp)",
             f"shard={_near(layout.data_ranks, layout.shard)}",
         )
+
+
+def runs_precision(precision: str, device: Device) -> bool:
+    """Whether the device has the number format of a precision (16 and 32 bits fall back on one another)."""
+    return precision in ("fp32", "bf16") or _PEAKS.get(precision, precision) in device.peak_tflops
 
 
 def _device(layout: Layout, cluster: Cluster) -> Iterator[UsageError]:

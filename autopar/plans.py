@@ -126,7 +126,7 @@ class Unruled(_Part):
 
 class Plan(_Part):
     """One parallel plan. `mesh`: outermost first, the axes dp, fsdp, tp; with a `layout`, pp, dp, fsdp, cp, tp. fsdp > 1
-    exactly when `zero` is 3. `state`: the stored sharding of every parameter of the whole model, fsdp included.
+    only when `zero` is 3. `state`: the stored sharding of every parameter of the whole model, fsdp included.
 
     `layout`: the text of a Layout, which has all decisions (schedule, cuts, experts, ...); without one the plan is of
     one stage. `workload`: the model as the cost model sees it, so that a plan is explained without the model;
@@ -157,7 +157,7 @@ class Plan(_Part):
     def _consistent(self) -> Plan:
         """What types cannot say: the mesh fits the cluster, shardings parse, use its axes and divide."""
         mesh = self.parsed_mesh
-        expected = MESH_AXES if self.layout is None else ALL_AXES
+        expected = MESH_AXES if self.layout is None else tuple(self.parsed_layout.mesh_sizes())
         if mesh.names != expected:
             raise PlanError(
                 f"mesh {self.mesh!r} has the axes {', '.join(mesh.names)}",
@@ -169,10 +169,13 @@ class Plan(_Part):
             raise PlanError(
                 f"mesh {self.mesh} has {mesh.device_count} devices, the cluster {devices}", where="mesh"
             )
-        if (self.zero == 3) != (mesh.sizes["fsdp"] > 1) or (self.layout is None and self.zero not in (0, 3)):
+        split = mesh.sizes["fsdp"] * mesh.sizes.get("cp", 1) > 1
+        if (mesh.sizes["fsdp"] > 1 and self.zero != 3) or (self.zero == 3 and not split):
             raise PlanError(
                 f"zero is {self.zero} on mesh {self.mesh}, expected 3 exactly if fsdp > 1", where="zero"
             )
+        if self.layout is None and self.zero not in (0, 3):
+            raise PlanError(f"zero is {self.zero}, a plan without a layout has 0 or 3", where="zero")
         if self.layout is not None:
             mesh = self._with_layout(mesh)
         ways = mesh.size("dp", "fsdp") * self.data.micro_batches
@@ -210,12 +213,11 @@ class Plan(_Part):
         """The mesh and the expert axes, after the layout has been found to agree with the rest of the plan."""
         layout = self.parsed_layout
         sizes = mesh.sizes
-        fsdp = (layout.shard or layout.dp) if layout.zero == 3 else 1
-        says = {"pp": layout.pp, "dp": layout.dp // fsdp, "fsdp": fsdp, "cp": layout.cp, "tp": layout.tp}
+        says = layout.mesh_sizes()
         wrong = [
             f"{name} is {mine}, the layout has {theirs}"
             for name, mine, theirs in (
-                *((name, sizes[name], says[name]) for name in ALL_AXES),
+                *((name, sizes[name], says[name]) for name in says),
                 ("zero", self.zero, layout.zero),
                 ("recompute", self.recompute, layout.recompute),
                 ("precision", self.precision, layout.precision),
@@ -432,11 +434,11 @@ def _known(names: Any, mesh: Mesh, where: str) -> None:
 
 
 def _check_sharding(text: str, mesh: Mesh, where: str) -> None:
-    """The text parses, uses axes of the mesh, and its sizes divide; fsdp cuts rows as evenly as it can."""
+    """The text parses, uses axes of the mesh, and its sizes divide; fsdp (and cp) cut rows as evenly as they can."""
     try:
         sharding = Sharding.parse(text)
         _known(sharding.axes, mesh, where)
-        even = sharding.without(["fsdp"]) if where.startswith("state.") else sharding
+        even = sharding.without(["fsdp", "cp"]) if where.startswith("state.") else sharding
         sizes = [int(size) for size in re.findall(r"[\[,]\s*(\d+)", text)]
         if len(sizes) != len(sharding.dims):
             raise ShardingError(

@@ -74,14 +74,15 @@ OF_FAMILY = {
     "attention_speed": (0.4, 1.4, 0.12),
 }
 OF_STACK = {
-    "matmul": (0.5, 1.1, 0.05),
-    "expert_stream": (0.15, 1.5, 0.3),
+    "matmul": (0.5, 1.1, 0.06),
+    "expert_stream": (0.15, 1.5, 0.25),
     "distinct": (0.02, 1.0, 0.5),
+    "scan": (0.1, 2.0, 0.3),
     "expert_kernels": (0.02, 6.0, 0.6),
     "gather_rank_s": (1e-5, 1e-2, 0.5),
     "kernel_s": (1e-7, 3e-5, 0.5),
-    "launch": (0.05, 2.0, 0.4),
-    "stream": (0.3, 1.3, 0.15),
+    "launch": (0.05, 30.0, 0.4),
+    "stream": (0.3, 1.3, 0.1),
     "grouped": (0.3, 1.0, 0.15),
     "quantize": (0.1, 3.0, 0.3),
     "expert_s": (1e-6, 4e-4, 0.5),
@@ -93,7 +94,7 @@ OF_STACK = {
     "dp_exposed": (0.01, 1.0, 0.4),
     "fsdp_window": (0.1, 1.0, 0.3),
     "step_s": (1e-4, 0.1, 0.5),
-    "step_share": (0.001, 0.15, 0.5),
+    "step_share": (0.001, 0.15, 0.4),
     "straggle": (0.0003, 0.03, 0.5),
 }
 

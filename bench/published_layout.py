@@ -16,7 +16,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 from published_cells import RowError
 from published_shape import ShapeReader
-from published_words import MEGATRONS, PER_NODE, SHARDED
+from published_words import MEGATRONS, PER_NODE, SC21, SHARDED
 
 from autopar.layout import Layout
 from autopar.workload import TransformerShape
@@ -33,6 +33,15 @@ class LayoutReader(ShapeReader):
         found = self.says(r"config_\w*?tp(\d+)pp(\d+)cp(\d+)")
         if found:
             return {"tp": int(found[1]), "pp": int(found[2]), "cp": int(found[3])}
+        if "sc21" in self.source:
+            return self._sc21_words()
+        return {}
+
+    def _sc21_words(self) -> dict[str, int]:
+        params, layers, pp = self.number("params_B") or 0.0, self.whole("layers"), self.whole("pp")
+        for size, (mbs, chunk) in SC21.items():
+            if abs(params / size - 1) < 0.02 and layers and pp:
+                return {"mbs": mbs, "vpp": layers // pp // chunk if chunk and layers % (pp * chunk) == 0 else 1}
         return {}
 
     def _layout(
@@ -78,7 +87,7 @@ class LayoutReader(ShapeReader):
             tp=tp,
             pp=pp,
             cp=cp,
-            vpp=self._vpp(pp),
+            vpp=words.get("vpp", self._vpp(pp)),
             zero=zero,
             shard=shard,
             mbs=mbs or 1,
@@ -149,10 +158,11 @@ class LayoutReader(ShapeReader):
         cell = self.cells.get("precision", "").lower()
         if not cell:
             found = self.says(r"\bfp8\b|\bbf16\b|\bmxfp8\b|\bnvfp4\b|\bfloat8\b")
-            mlperf = (
-                "mlcommons" in self.source and self.framework == "nemo"
-            )  # its language models train in fp8
-            cell = found[0] if found else "fp8" if mlperf else "bf16"
+            eight = not re.match(r"a100|v100|tpu|gaudi2|h20$", device)
+            # language models of MLPerf train in fp8 where there is such a thing (its rows that say so all do); Google's
+            # recipes for A4 machines default to it (their README)
+            usual = "mlcommons" in self.source and self.year >= 2023 or "gpu-recipes" in self.source
+            cell = found[0] if found else "fp8" if usual and eight else "bf16"
             self.assume("precision", cell)
         low = re.sub(r"\(.*?fp32.*?\)", "", cell)
         if re.search(r"nvfp4|\bfp4|mxfp4", low):
@@ -255,7 +265,7 @@ class LayoutReader(ShapeReader):
     def _schedule(self, layout: Layout, shape: TransformerShape) -> Layout:
         vpp, schedule = layout.vpp, "1f1b"
         per_stage = shape.layers // layout.pp
-        if layout.pp > 1 and vpp == 1 and not self.whole("vpp"):
+        if layout.pp > 1 and vpp == 1 and not (self.whole("vpp") or "vpp" in self._config_words()):
             candidates: list[int] = []
             stages = -(-shape.layers // layout.pp)  # the ends may hold a layer fewer
             plain = self.framework in ("megatron", "nemo", "megatron-bridge", "other") and self.year >= 2023

@@ -44,6 +44,7 @@ from autopar.errors import AutoparError
 from autopar.layout import Layout
 from autopar.workload import TransformerShape
 
+_USUAL_TOKENS = 8192  # of a micro-batch, where a source gives a rate and no batch
 _FAMILIES = Path(__file__).with_name("model_families.toml")
 
 
@@ -355,6 +356,12 @@ class _Reader(LayoutReader):
                 batch, why = int(per_rank[1]) * layout.dp, "batch per rank of the notes"
             elif rate and step:
                 batch, why = max(1, round(rate * gpus * step / seq)), "from the rate and the step time"
+            elif not mbs_said and layout.pp == 1:
+                many = max(1, _USUAL_TOKENS // seq)
+                batch, why = many * layout.dp, f"micro-batches of {_USUAL_TOKENS} tokens"
+                layout = replace(layout, mbs=many)
+                self.assume("micro_batch", many)
+                mbs_said = many
             elif mbs_said and layout.pp == 1:
                 batch, why = layout.mbs * layout.dp, "one micro-batch"
             else:

@@ -78,6 +78,7 @@ OPTIONS = (
     ("flash-attention-1", r"(?<!no )flash-?attention(?!-?\d)"),
     ("local-implementation", r"transformer-impl=local|spec=local"),
     ("no-gradient-accumulation-fusion", r"no-gradient-accumulation-fusion"),
+    ("no-reshard", r"without reshard|no reshard"),
     ("overlap-grad-reduce", r"overlap[-_]grad[-_]reduce|overlappeddistributedoptimizer"),
     ("overlap-param-gather", r"overlap(-param-gather|[-_]grad[-_]reduce_param_gather)|overlappeddistributedoptimizer"),
     ("tp-overlap", r"tp-comm-overlap|tp_overlap|async-?tp"),
@@ -129,8 +130,8 @@ OPTIONS = (
 # The software's date where a pattern is found in "source; notes", as a year; dates such as 24.07 are read first.
 YEARS = (
     *((rf"training_results_v{v}\b|mlperf training v{v}\b", y) for v, y in (
-        (r"1\.0", 2021.5), (r"1\.1", 2021.9), (r"2\.0", 2022.4), (r"2\.1", 2022.8), (r"3\.0", 2023.4),
-        (r"3\.1", 2023.8), (r"4\.0", 2024.3), (r"4\.1", 2024.8), (r"5\.0", 2025.4), (r"5\.1", 2025.8),
+        (r"1\.0", 2021.5), (r"1\.1", 2021.9), (r"2\.0", 2022.4), (r"2\.1", 2022.8), (r"3\.0", 2024.15),
+        (r"3\.1", 2024.2), (r"4\.0", 2024.3), (r"4\.1", 2024.8), (r"5\.0", 2025.4), (r"5\.1", 2025.8),
         (r"6\.0", 2026.4))),
     (r"\bsc21\b", 2021.3),
     (r"\bnsdi ?24\b", 2024.1),
@@ -147,6 +148,12 @@ SOURCE_YEARS = (
     (r"colossal", 2025.3), (r"pytorch/ao", 2025.5), (r"torchtitan", 2024.7), (r"litgpt", 2023.9),
     (r"torchtune", 2024.7), (r"examples/llama", 2025.3), (r"megatron-lm readme", 2024.5),
 )  # fmt: skip
+
+
+# Micro-batch and layers per pipeline chunk (0: not interleaved) of SC21's Table 1, by billions of parameters
+# (NVIDIA/Megatron-LM examples/sc21/run_table_1.sh).
+SC21 = {1.7: (16, 0), 3.6: (16, 0), 7.5: (16, 0), 18.4: (8, 0), 39.1: (4, 0), 76.1: (2, 5), 145.6: (2, 5),
+        310.1: (1, 3), 529.6: (1, 1), 1008.0: (1, 0)}  # fmt: skip
 
 
 def source_group(source: str) -> str:

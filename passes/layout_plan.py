@@ -34,7 +34,7 @@ from autopar.passes.layout_space import Space
 from autopar.passes.placement import solve
 from autopar.passes.plan_writer import axes_of, block_part, state_of, version_of
 from autopar.passes.propagate import check_fixed
-from autopar.plans import ALL_AXES, Alternative, DataPart, ModelPart, Plan, PredictedPart, fingerprint
+from autopar.plans import Alternative, DataPart, ModelPart, Plan, PredictedPart, fingerprint
 from autopar.problem import Problem, Solution
 from autopar.program import Program
 from autopar.sharding import Sharding
@@ -127,6 +127,12 @@ def layout_words(
     words += [f"{axis}={named[axis]}" for axis in ("tp", "cp", "pp", "ep", "etp") if axis in named]
     fsdp = named.get("fsdp", 1)
     if "dp" in named:
+        if batch % (named["dp"] * fsdp):
+            raise UsageError(
+                f"batch {batch} does not divide over dp*fsdp = {named['dp'] * fsdp}",
+                where=f"mesh {mesh}",
+                hint=f"a multiple of {named['dp'] * fsdp}",
+            )
         words.append(f"dp={named['dp'] * fsdp}")
     if fsdp > 1:
         words += ["zero=3", f"shard={fsdp if named.get('dp', 1) > 1 else 0}"]
@@ -160,10 +166,9 @@ def write_layout_plan(
 ) -> Plan:
     """The Plan of the best layout."""
     best, layout = found.best, found.best.layout
-    fsdp = (layout.shard or layout.dp) if layout.zero == 3 else 1
-    sizes = {"pp": layout.pp, "dp": layout.dp // fsdp, "fsdp": fsdp, "cp": layout.cp, "tp": layout.tp}
-    mesh = Mesh.of({axis: sizes[axis] for axis in ALL_AXES})
-    solution = _spread(problem, _place(problem, layout, cluster, batch), layout, fsdp)
+    sizes = layout.mesh_sizes()
+    mesh = Mesh.of(sizes)
+    solution = _spread(problem, _place(problem, layout, cluster, batch), layout)
     whole = Mesh.of({**mesh.sizes, "ep": layout.ep, "etp": layout.etp})
     step_s = best.step_s
     peak = cluster.device.peak("fp32" if layout.precision == "fp32" else "bf16")
@@ -189,7 +194,7 @@ def write_layout_plan(
             "blocks": {
                 name: block_part(program, problem, solution, whole, name) for name in program.multiplicity
             },
-            "state": state_of(program, solution, mesh),
+            "state": state_of(program, solution, mesh, layout.zero),
             "predicted": PredictedPart(
                 step_time_s=step_s,
                 tokens_per_s=batch * workload.seq / step_s,
@@ -226,9 +231,9 @@ def _place(problem: Problem, layout: Layout, cluster: Cluster, batch: int) -> So
     return solve(small, mesh, prices)
 
 
-def _spread(problem: Problem, solution: Solution, layout: Layout, fsdp: int) -> Solution:
+def _spread(problem: Problem, solution: Solution, layout: Layout) -> Solution:
     """The solution with its data axis spelled as dp and fsdp, the sequence over cp and experts over ep."""
-    data = tuple(axis for axis, size in (("dp", layout.dp // fsdp), ("fsdp", fsdp)) if size > 1)
+    data = tuple(axis for axis, size in (("dp", layout.dp // layout.fsdp), ("fsdp", layout.fsdp)) if size > 1)
 
     def spelled(axes: tuple[str, ...]) -> tuple[str, ...]:
         return tuple(name for axis in axes for name in (data if axis == "dp" else (axis,)))

@@ -218,7 +218,7 @@ def _leanest(settled: _Settled, pool: Pool, cores: Grid, floor: Array) -> Found:
     return settled.found(pool, np.inf, len(cores))
 
 
-_PIPELINE = ("dp", "tp", "cp", "pp", "vpp", "ep", "etp", "mbs", "precision", "recompute", "schedule", "sp",
+_PIPELINE = ("dp", "tp", "cp", "pp", "vpp", "ep", "etp", "mbs", "precision", "recompute", "schedule", "order", "sp",
              "recompute_layers")  # fmt: skip
 
 

@@ -22,7 +22,8 @@ import numpy as np
 
 from autopar.cluster import Cluster
 from autopar.cost.grid import Grid, code_of
-from autopar.layout import RECOMPUTE, SCHEDULES, Layout
+from autopar.layout import ORDERS, PRECISIONS, RECOMPUTE, SCHEDULES, Layout
+from autopar.layout_check import ENDS, runs_precision
 from autopar.passes.decisions import Decisions
 from autopar.workload import Attention, Matmul, Workload
 
@@ -108,6 +109,7 @@ class Space:
             if ways <= w.depth
         ]
         precisions = self.allowed("precision", [code_of("precision", name) for name in self.precisions])
+        precisions = [code for code in precisions if runs_precision(PRECISIONS[code], self.cluster.device)]
         expert_gcd = math.gcd(*experts) if experts else 1
         eps = [ways for ways in self.allowed("ep", divisors(expert_gcd)) if expert_gcd % ways == 0]
         micro = self.allowed("mbs", [size for size in _MICRO if size <= self.batch])
@@ -187,7 +189,7 @@ class Space:
             columns[name] = np.tile(table[:, index], count)
         grid = Grid(columns)
         grid = grid.take(self._runs(grid))
-        grid = self._sharded(grid)
+        grid = self._ordered(self._sharded(grid))
         # "all layers" is as many as the fullest stage has
         most = np.ceil(self.workload.depth / grid.pp).astype(np.int64)
         layers = np.where(grid.recompute_layers < 0, most, grid.recompute_layers)
@@ -197,6 +199,19 @@ class Space:
     def _recompute_layers(self, recompute: int) -> list[int]:
         named = self.decisions.only("recompute_layers") if recompute else None
         return [-1] if named is None else [-1, *(count for count in named if count)]
+
+    def _ordered(self, grid: Grid) -> Grid:
+        """With dp outermost too, where that puts all stages of a replica into one domain of the fastest link: its
+        sends then stay inside, and gradients cross. Experts and hybrid shards keep to ranks next to each other."""
+        outer = ORDERS.index("dp-outer")
+        within = self.cluster.links[0].size or self.cluster.device_count
+        named = self.decisions.only("order")
+        fits = (grid.pp > 1) & (grid.dp > 1) & (grid.shard == 0) & (grid.ep * grid.etp <= grid.tp * grid.cp)
+        if named is None:
+            fits &= grid.tp * grid.cp * grid.pp <= within
+        elif outer not in named:
+            return grid
+        return joined([grid, grid.take(fits).with_(order=outer)]) if fits.any() else grid
 
     def _schedules(self) -> tuple[list[int], list[int]]:
         pairs = [(_PLAIN, 1), (_ZERO, 1), (_VEE, 2), (_DUAL, 2)] + [
@@ -213,7 +228,7 @@ class Space:
         g = grid
         m = self.batch // (g.dp * g.mbs)
         mask = (g.pp > 1) | ((g.vpp == 1) & (g.schedule == _PLAIN))
-        mask &= g.pp * g.vpp <= max(1, self.workload.depth)
+        mask &= g.pp * g.vpp <= self.workload.depth + np.where(g.vpp > 1, ENDS, 0)
         mask &= (g.schedule != _INTER) | (m % g.pp == 0)
         mask &= (g.schedule != _DUAL) | (m >= 2 * g.pp)
         mask &= ((g.schedule != _ZERO) & (g.schedule != _VEE)) | (m >= g.pp)
@@ -229,12 +244,14 @@ class Space:
             if link.size:
                 shard = link.size // grid.tp
                 fits = (grid.zero >= 1) & (shard > 1) & (shard < ranks) & (ranks % np.maximum(1, shard) == 0)
+                fits &= (grid.zero < 3) | (shard % grid.cp == 0)
                 if fits.any():
                     part = grid.take(fits)
                     parts.append(Grid({**part.columns, "shard": shard[fits]}))
         if (named := self.decisions.only("shard")) is not None:
             for size in named:
                 fits = (grid.zero >= 1) & (size > 1) & (size < ranks) & (ranks % max(1, size) == 0)
+                fits &= (grid.zero < 3) | (size % grid.cp == 0)
                 part = grid.take(fits)
                 parts.append(Grid({**part.columns, "shard": np.full(len(part), size)}))
         return joined(parts)

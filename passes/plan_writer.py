@@ -98,7 +98,7 @@ def write_plan(
             "blocks": {
                 name: block_part(program, problem, solution, mesh, name) for name in program.multiplicity
             },
-            "state": state_of(program, solution, mesh),
+            "state": state_of(program, solution, mesh, 3 if mesh.sizes["fsdp"] > 1 else 0),
             "predicted": PredictedPart(
                 step_time_s=step_time_s,
                 tokens_per_s=batch * seq / step_time_s,
@@ -187,8 +187,10 @@ def block_part(program: Program, problem: Problem, solution: Solution, mesh: Mes
     )
 
 
-def state_of(program: Program, solution: Solution, mesh: Mesh) -> dict[str, str]:
-    """Every parameter of the model as it is stored: fsdp cuts the rows of each tp piece."""
+def state_of(program: Program, solution: Solution, mesh: Mesh, zero: int) -> dict[str, str]:
+    """Every parameter of the model as it is stored. ZeRO-3 cuts the rows of each tp piece over fsdp, and cp beside it;
+    those of experts already lie on the ranks of ep, which are some of these."""
+    rows = tuple(axis for axis in ("fsdp", "cp") if zero == 3 and mesh.sizes.get(axis, 1) > 1)
     where: dict[str, str] = {}
     for call in program.calls:
         for node, state in zip(program.blocks[call.block].state, call.state, strict=True):
@@ -198,8 +200,8 @@ def state_of(program: Program, solution: Solution, mesh: Mesh) -> dict[str, str]
         if info.kind != "parameter" or state not in where:
             continue
         sharding = solution.shardings[where[state]]
-        if mesh.sizes["fsdp"] > 1 and sharding.dims:
-            sharding = sharding.with_dim(0, (*sharding.dims[0], "fsdp"))
+        if rows and sharding.dims and "ep" not in sharding.axes:
+            sharding = sharding.with_dim(0, (*sharding.dims[0], *rows))
         texts[state] = sharding.format(info.shape)
     return texts
 

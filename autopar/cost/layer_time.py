@@ -207,6 +207,8 @@ class LayerTimes:
         item = self.half * op.item / 2
         if op.share != 1.0 or op.kind == "router":
             item = item / self.software.expert_stream
+        elif op.kind == "scan":
+            item = item / self.software.scan
         return (
             self.rates.stream_s(points * op.forward * item, op.kernels),
             self.rates.stream_s(points * op.backward * item, op.kernels),

@@ -15,10 +15,11 @@ from autopar.cost.layer_time import Ends
 from autopar.cost.layout_memory import BUFFERS, moments
 from autopar.cost.layout_time import DATA, HOST, OPTIMIZER, OTHER, LayoutTime
 from autopar.cost.software import Software
-from autopar.layout import RECOMPUTE, SCHEDULES
+from autopar.layout import OFFLOAD, RECOMPUTE, SCHEDULES
 from autopar.workload import Layer, Workload
 
 _FULL = RECOMPUTE.index("full")
+_ALL = OFFLOAD.index("all")
 
 # What a step takes beside its pipeline.
 OUTSIDE = (DATA, HOST, OPTIMIZER)
@@ -37,7 +38,11 @@ def core_bound_s(
     some = LayoutTime(workload, first, held(workload, first), cluster, software, m[:1]).kinds()
     share = beside(some, software)[1][0]
     return m * load_bound_s(model) * (1 + share) + software.step_s, _least_bytes(
-        workload, cores, groups, software, m
+        workload,
+        cores if cluster.device.host_gbps is None else cores.with_(offload=_ALL),
+        groups,
+        software,
+        m,
     )
 
 

@@ -30,6 +30,7 @@ DATA, HOST, OPTIMIZER, OTHER = "data communication", "host transfers", "optimize
 TIMES = (FORWARD, BACKWARD, AGAIN, TENSOR, CONTEXT, EXPERT, PIPELINE, BUBBLE, DATA, HOST, OPTIMIZER, OTHER)
 # Adam reads the gradient, the master and two moments in fp32, and writes the last three and a 16-bit copy.
 STATE_BYTES = 12
+_FEWER = 3  # layers that an end of a pipeline may hold less than others
 OPTIMIZER_BYTES = 4 * 4 + 3 * 4 + 2 + 4
 
 
@@ -80,11 +81,7 @@ class LayoutTime:
         one, ends = self.mean_layer(), self.ends()
         alone = g.pp == 1
         most = self.held.layers
-        # the ends take one layer fewer where the depth does not divide
-        spare = most * g.pp - depth
-        last = (most - (spare >= 1)) * one.total + ends.last_f + ends.last_b
-        first = (most - (spare >= 2)) * one.total + ends.first_f + ends.first_b
-        load = np.maximum(np.where(g.pp > 2, most * one.total, 0.0), np.maximum(first, last))
+        load = np.maximum(np.where(g.pp > 2, most * one.total, 0.0), self._ends_load(one, ends, most))
         inside = m * most
         times = {
             FORWARD: inside * one.f + np.where(alone, m * (ends.first_f + ends.last_f), 0.0),
@@ -106,6 +103,19 @@ class LayoutTime:
         share = soft.step_share + soft.straggle * np.log2(nodes)
         times[OTHER] = soft.step_s + share * sum(times.values())
         return times
+
+    def _ends_load(self, one: LayerTime, ends: Ends, most: Array) -> Array:
+        """Seconds of a micro-batch on the slower of the first and the last stage. Where the depth doesn't divide, the
+        layers that are missing are missing there, where it helps most (Megatron-LM's uneven stages)."""
+        spare = most * self.grid.pp - float(self.workload.depth)
+        load = np.inf
+        for fewer in range(_FEWER + 1):
+            at_last = np.minimum(np.minimum(spare, most), fewer)
+            at_first = np.minimum(np.minimum(spare - at_last, most), _FEWER)
+            last = (most - at_last) * one.total + ends.last_f + ends.last_b
+            first = (most - at_first) * one.total + ends.first_f + ends.first_b
+            load = np.minimum(load, np.maximum(first, last))
+        return np.asarray(load)
 
     def _ramp(self, one: LayerTime, layers: Array) -> Array:
         """What each rank of a pipeline waits while it fills and drains, beyond its own work, sends included: the
@@ -145,8 +155,8 @@ class LayoutTime:
         away = self.software.offloaded * kept / (gbps * 1e9)
         back = one.b + one.w + one.again
         waits = np.maximum(0.0, away - one.f) + np.maximum(0.0, away - back)
-        total: Array = states * own * STATE_BYTES / (gbps * 1e9)
-        total = total + activations * self.micro_batches * layers * waits
+        once = states * own * STATE_BYTES / (gbps * 1e9)
+        total: Array = once + activations * self.micro_batches * layers * waits
         return total
 
     def _data(self, one: LayerTime, layers: Array) -> Array:

@@ -32,8 +32,12 @@ QUANTIZE_BYTES = 4.0
 # Matmul dims of which this is no divisor leave tiles of the tensor cores part empty (NVIDIA, "Matrix Multiplication
 # Background User's Guide", section 4: multiples of 128 bytes on A100).
 ALIGNED = 64
-# A head size that is no multiple of this keeps the products of unfused attention off the tensor cores' fast kernels.
-HEAD_ALIGNED = 8
+# The units of a device work on tiles of a product, as many at once as there are units; its last round is part empty,
+# half on average (NVIDIA, "Matrix Multiplication Background User's Guide", section 3: wave quantization).
+TILE, EMPTY_ROUND = 128.0 * 256.0, 0.5
+# A head size that is no multiple of this keeps the products of unfused attention off the tensor cores' fast kernels;
+# speed of those it gets (BLOOM's chronicles, "NHEADs comparison": 108 beside 104 and 112).
+HEAD_ALIGNED, UNALIGNED_HEAD = 8, 0.3
 
 
 @cache
@@ -71,6 +75,7 @@ class Rates:
     unaligned: float
     within: float
     across: float
+    units: float
 
     @staticmethod
     def of(device: Device, software: Software, data: Data | None = None) -> Rates:
@@ -106,6 +111,7 @@ class Rates:
             unaligned=facts["unaligned"],
             within=facts["within"],
             across=facts["across"],
+            units=facts["units"],
         )
 
     def matmul_s(self, m: Any, n: Any, k: Any, count: Any, precision: Any, quantized: bool = True) -> Array:
@@ -116,6 +122,8 @@ class Rates:
         rate = (
             np.asarray(self.matmul)[precision] * side / (side + self.half_size) * least / (least + self.edge)
         )
+        rounds = m * n * count / (TILE * self.units)
+        rate = rate * rounds / (rounds + EMPTY_ROUND)
         rate = rate * np.where(np.mod(n, ALIGNED) + np.mod(k, ALIGNED) == 0, 1.0, self.unaligned)
         rate = rate * np.where(np.asarray(count) > 1, self.grouped, 1.0)
         flops = 2.0 * m * n * k * count
@@ -134,7 +142,7 @@ class Rates:
         backward likewise for scores and their gradients. A fused backward does 5 products for the forward's 2 (Dao
         2023, FlashAttention-2, section 3.1)."""
         if self.unfused:
-            rate = self.matmul[1] * keys / (keys + HALF_SEQUENCE) * (1.0 if dim % HEAD_ALIGNED == 0 else 0.5)
+            rate = self.matmul[1] * keys / (keys + HALF_SEQUENCE) * (1.0 if dim % HEAD_ALIGNED == 0 else UNALIGNED_HEAD)
             products = 2.0 * flops / rate  # no causal half is left out
             return (
                 products + 5.0 * scores / self.stream + 6 * self.launch_s,

@@ -45,6 +45,7 @@ class Software:
     accumulate_bytes per element of a weight gradient that is added to a buffer after each micro-batch
     expert_s         seconds per layer with experts, each way, that the host waits for counts and sorts
     expert_stream    speed of what surrounds experts (routing, permuting, activation, quantizing) beside `stream`
+    scan             speed of the kernels of a state-space scan beside `stream`
     expert_kernels   launches per local expert and product, where no kernel takes all at once (thrice in 8 bits)
     selective_matmul share of the matmuls that selective recompute runs again
     tp_exposed       share of tensor-parallel traffic that no compute hides
@@ -85,6 +86,7 @@ class Software:
     expert_s: float = 0.0
     expert_stream: float = 1.0
     expert_kernels: float = 0.0
+    scan: float = 0.7
     selective_matmul: float = 0.0
     tp_exposed: float = 0.5
     cp_exposed: float = 0.5
@@ -99,7 +101,7 @@ class Software:
     contention: float = 0.15
     step_s: float = 0.005
     step_share: float = 0.02
-    straggle: float = 0.003
+    straggle: float = 0.002
 
     def with_(self, **changes: Any) -> Software:
         return replace(self, **changes)

@@ -64,7 +64,7 @@ def enumerated(space: Space) -> set[Layout]:
         orders = [("1f1b", 1)]
         if pp > 1:
             orders += [("zb-h1", 1), ("zbv", 2), ("dualpipev", 2), ("gpipe", 1)]
-            orders += [("interleaved", vpp) for vpp in range(2, w.depth + 1)]
+            orders += [("interleaved", vpp) for vpp in range(2, w.depth + 3)]
         for ep, etp, mbs in itertools.product(
             range(1, max(1, w.experts) + 1), {1, tp}, range(1, batch // dp + 1)
         ):
@@ -78,7 +78,7 @@ def enumerated(space: Space) -> set[Layout]:
             ):
                 needs = {"zb-h1": pp, "zbv": pp, "dualpipev": 2 * pp}.get(order, 1)
                 if (
-                    pp * vpp > w.depth
+                    pp * vpp > w.depth + (2 if vpp > 1 else 0)
                     or m < needs
                     or (order == "interleaved" and m % pp)
                     or (zero and dp * cp == 1)
@@ -90,11 +90,18 @@ def enumerated(space: Space) -> set[Layout]:
                 for shard in shards:
                     if shard and (shard == 1 or shard >= dp * cp or (dp * cp) % shard):
                         continue
+                    if shard and zero == 3 and shard % cp:
+                        continue
                     most = -(-w.depth // pp)
-                    for layers in [None, *range(1, most)] if recompute != "none" else [None]:
+                    outer = pp > 1 and dp > 1 and not shard and ep * etp <= tp * cp
+                    for layers, rank_order in itertools.product(
+                        [None, *range(1, most)] if recompute != "none" else [None],
+                        ("pp-outer", "dp-outer") if outer else ("pp-outer",),
+                    ):
                         found.add(
                             Layout(dp=dp, tp=tp, cp=cp, pp=pp, vpp=vpp, ep=ep, etp=etp, zero=zero, shard=shard, mbs=mbs,
-                                   recompute=recompute, recompute_layers=layers, schedule=order, sp=sp, offload=offload)
+                                   recompute=recompute, recompute_layers=layers, schedule=order, sp=sp, offload=offload,
+                                   order=rank_order)
                         )  # fmt: skip
     return found
 
@@ -128,6 +135,8 @@ def said(space: Space, layout: Layout) -> bool:
         "sp": layout.sp == divides or any(word.name == "sp" for word in words),
         "offload": layout.offload == "none" or (layout.offload == "optimizer" and space.cluster_offloads),
         "recompute_layers": layout.recompute_layers is None,
+        "order": layout.order == "pp-outer"
+        or layout.tp * layout.cp * layout.pp <= (space.cluster.links[0].size or space.cluster.device_count),
         "shard": layout.shard in {0} | {link.size // layout.tp for link in space.cluster.links},
     }
     return all(ok or name in named for name, ok in usual.items())
