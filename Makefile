@@ -3,7 +3,7 @@ PYTHON ?= python3.11
 BIN := .venv/bin
 SMOLLM2 := .cache/smollm2
 
-.PHONY: demo test lint acceptance bench clean
+.PHONY: demo test lint acceptance bench published clean
 
 .venv: .venv/installed
 
@@ -20,7 +20,7 @@ demo: .venv $(SMOLLM2)/model.safetensors
 	bash bench/demo.sh $(BIN) $(SMOLLM2)
 
 test: .venv
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 lint: .venv
 	$(BIN)/ruff format --check .
@@ -35,6 +35,12 @@ acceptance: .venv $(SMOLLM2)/model.safetensors
 # Every figure of the README.
 bench: .venv
 	$(BIN)/python bench/planning.py
+	$(BIN)/python bench/plans.py --check
+	$(BIN)/python bench/memory.py
+
+# How far predictions are from published runs: make published ROWS=file.csv
+published: .venv
+	$(BIN)/python bench/published.py --rows $(ROWS)
 
 clean:
 	rm -rf .venv .cache build *.egg-info

@@ -15,7 +15,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tests.runtime.processes import run_on
-from tests.runtime.test_memory import FOUR_CASES, TWO_CASES
+from tests.runtime.test_memory import QUICK_ON_FOUR, QUICK_ON_TWO, REST_ON_FOUR, REST_ON_TWO
 
 
 def devices(case: str) -> int:
@@ -48,4 +48,4 @@ def main(cases: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:] or [*TWO_CASES, *FOUR_CASES])
+    main(sys.argv[1:] or [*QUICK_ON_TWO, *REST_ON_TWO, *QUICK_ON_FOUR, *REST_ON_FOUR])

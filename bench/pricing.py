@@ -112,6 +112,10 @@ def cluster_of(run: Run) -> Cluster:
     for gbps in said or [gbps for name, gbps in NETWORKS.items() if name in run.options]:
         if len(links) > 1 and links[-1].gbps > gbps:
             links = (*links[:-1], replace(links[-1], gbps=gbps))
+    if (
+        "omnipath" in run.options and len(links) > 1
+    ):  # driven by the host's cores, not by the adapter: assumed
+        links = (*links[:-1], replace(links[-1], efficiency=0.5))
     if "nvlink-400" in run.options:
         links = tuple(replace(one, gbps=200.0) if one.name == "nvlink" else one for one in links)
     if "hbm2e" in run.options and run.device == "h100":

@@ -31,6 +31,8 @@ from published_rows import Run, read_runs
 
 from autopar.errors import AutoparError
 
+# Why the headline of a file like memory.csv has no step time (shared/published/README.md).
+_HOST_BOUND = "rows of memory tests time tiny models in deterministic mode, where the host decides: trust their memory, not their time"
 BY: tuple[tuple[str, Callable[[Run], str]], ...] = (
     ("kind", lambda run: run.kind),
     ("hardware", lambda run: run.device),
@@ -139,11 +141,15 @@ def conflicts(priced: Iterable[Priced]) -> list[tuple[str, str]]:
     ]
 
 
-def report(runs: Sequence[Run], refused: Sequence[tuple[str, str]], total: int) -> dict[str, Any]:
-    """Everything that is printed, as plain data."""
+def report(
+    runs: Sequence[Run], refused: Sequence[tuple[str, str]], total: int, *, memory_file: bool = False
+) -> dict[str, Any]:
+    """Everything that is printed, as plain data. `memory_file`: the rows are there for their memory; the headline
+    leaves their step times out, which stand under "step_time_of_tests" instead."""
     priced, more = price(runs)
-    groups = orderings(priced)
-    step, memory = step_errors(priced), memory_errors(priced)
+    groups = [] if memory_file else orderings(priced)
+    times, memory = step_errors(priced), memory_errors(priced)
+    step = None if memory_file else times
     tables: dict[str, dict[str, Any]] = {}
     for name, key in BY:
         parts: dict[str, list[Priced]] = defaultdict(list)
@@ -166,6 +172,8 @@ def report(runs: Sequence[Run], refused: Sequence[tuple[str, str]], total: int) 
             "kendall_tau": statistics.fmean(g["tau"] for g in groups) if groups else None,
             "regret": statistics.fmean(g["regret"] for g in groups) if groups else None,
         },
+        "step_time_left_out": _HOST_BOUND if memory_file and times else None,
+        "step_time_of_tests": asdict(times) if memory_file and times else None,
         "all": _both(priced),
         "tables": tables,
         "orderings": groups,
@@ -212,6 +220,7 @@ def show(data: dict[str, Any], stored: dict[str, Any] | None, list_rows: bool = 
     """Print a report."""
     head = data["headline"]
     print(f"rows: {head['rows_priced']} priced of {head['rows_total']}")
+    _headline(data, stored)
     print("error of this file's rows with the shipped constants (in-sample if they were fitted to it):")
     _heading()
     _line("all", data["all"])
@@ -242,6 +251,31 @@ def show(data: dict[str, Any], stored: dict[str, Any] | None, list_rows: bool = 
             print(f"  {why}: {', '.join(names)}")
     if list_rows:
         _list(data["rows"])
+
+
+def _headline(data: dict[str, Any], stored: dict[str, Any] | None) -> None:
+    head = data["headline"]
+    for what, name in (("step_time", "step time"), ("memory", "peak memory")):
+        median, p90 = head[f"{what}_median_abs_error"], head.get(f"{what}_p90_abs_error")
+        if median is not None:
+            tail = f", 90th percentile {p90:.1%}" if p90 is not None else ""
+            print(
+                f"{name} of this file's rows (in-sample if the constants were fitted to it): median error {median:.1%}{tail}"
+            )
+    if data["step_time_left_out"]:
+        e = data["step_time_of_tests"]
+        print(f"no step time in the headline: {data['step_time_left_out']}")
+        print(
+            f"step time of those tests: {e['rows']} rows, median error {e['median']:.1%}, 90th percentile {e['p90']:.1%}"
+        )
+    elif stored and head["step_time_median_abs_error"] is not None:
+        e = stored["errors"]["all"]
+        print(
+            f"step time of sources the constants were not fitted to (leave one source out, {stored['rows']} rows of"
+            f" {stored['sources']} sources, {stored['date']}): median error {e['median']:.1%}, 90th percentile {e['p90']:.1%}"
+        )
+    if head["kendall_tau"] is not None:
+        print(f"order of layouts: Kendall's tau {head['kendall_tau']:.2f}, regret {head['regret']:.1%}")
 
 
 def _show_stored(stored: dict[str, Any]) -> None:
@@ -295,6 +329,13 @@ def _list(rows: Sequence[dict[str, Any]]) -> None:
         print("  " + "  ".join(words) + f"  {row['layout']}")
 
 
+def is_memory_file(path: Path) -> bool:
+    """Whether a file is shaped like memory.csv: it has columns for allocators' counts and none for measured steps."""
+    with path.open(newline="", encoding="utf-8-sig") as file:
+        columns = set(csv.DictReader(file).fieldnames or ())
+    return "mem_max_alloc_gb" in columns and "metric_step_time_s" not in columns
+
+
 def count_rows(path: Path) -> int:
     with path.open(newline="", encoding="utf-8") as file:
         return sum(1 for _ in csv.DictReader(file))
@@ -316,7 +357,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     options = parser.parse_args(arguments)
     runs, refused = read_runs(options.rows)
-    data = report(runs, refused, count_rows(options.rows))
+    data = report(runs, refused, count_rows(options.rows), memory_file=is_memory_file(options.rows))
     stored = validation()
     if options.cross_validate:
         from calibrate import cross_validate

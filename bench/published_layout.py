@@ -41,7 +41,10 @@ class LayoutReader(ShapeReader):
         params, layers, pp = self.number("params_B") or 0.0, self.whole("layers"), self.whole("pp")
         for size, (mbs, chunk) in SC21.items():
             if abs(params / size - 1) < 0.02 and layers and pp:
-                return {"mbs": mbs, "vpp": layers // pp // chunk if chunk and layers % (pp * chunk) == 0 else 1}
+                return {
+                    "mbs": mbs,
+                    "vpp": layers // pp // chunk if chunk and layers % (pp * chunk) == 0 else 1,
+                }
         return {}
 
     def _layout(
@@ -161,7 +164,7 @@ class LayoutReader(ShapeReader):
             eight = not re.match(r"a100|v100|tpu|gaudi2|h20$", device)
             # language models of MLPerf train in fp8 where there is such a thing (its rows that say so all do); Google's
             # recipes for A4 machines default to it (their README)
-            usual = "mlcommons" in self.source and self.year >= 2023 or "gpu-recipes" in self.source
+            usual = ("mlcommons" in self.source and self.year >= 2023) or "gpu-recipes" in self.source
             cell = found[0] if found else "fp8" if usual and eight else "bf16"
             self.assume("precision", cell)
         low = re.sub(r"\(.*?fp32.*?\)", "", cell)

@@ -27,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from published_cells import RowError
 from published_layout import LayoutReader
 from published_words import (
+    DEVICE_YEARS,
     DEVICES,
     FRAMEWORKS,
     MCORE_YEARS,
@@ -124,7 +125,7 @@ class _Reader(LayoutReader):
         self._refuse_what_is_no_training_run()
         device = self._device()
         family = self._family()
-        framework, year = self._framework(), self._year()
+        framework, year = self._framework(device), self._year(device)
         self.framework, self.year = framework, year
         options = self._options(family, device)
         seq = self._seq(family, options)
@@ -203,16 +204,16 @@ class _Reader(LayoutReader):
                 merged |= {key: value for key, value in family.items() if key not in ("pattern", "source")}
         return merged
 
-    def _framework(self) -> str:
+    def _framework(self, device: str) -> str:
         for text in (self.source, self.notes, self.text):
             for name, pattern in FRAMEWORKS:
                 if re.search(pattern, text):
                     # sharded data parallelism under tensor and pipeline stages is no plain FSDP
                     own = name == "fsdp" and self.whole("tp") > 1 and self.whole("pp") > 1
                     return "other" if own else name
-        return "other"
+        return "maxtext" if device.startswith("tpu") else "other"
 
-    def _year(self) -> float:
+    def _year(self, device: str) -> float:
         text = f"{self.source}; {self.notes}"
         for pattern, year in YEARS:
             if re.search(pattern, self.source):
@@ -241,8 +242,11 @@ class _Reader(LayoutReader):
         found = re.search(r"(?<![\d.])(20[12]\d)(?![\d.])", text)
         if found:
             return int(found[1]) + 0.5
-        self.assume("year", 2024.5)
-        return 2024.5
+        usual = next((date for pattern, date in DEVICE_YEARS if re.match(pattern, device)), 2024.5)
+        if re.search(r"mxfp8|nvfp4|mxfp4", self.text):
+            usual = max(usual, 2025.5)
+        self.assume("year", usual, "of such devices")
+        return usual
 
     def _options(self, family: dict[str, Any], device: str) -> set[str]:
         text = f"{self.text}; {self.source}"
@@ -326,6 +330,12 @@ class _Reader(LayoutReader):
         if dp and tp and pp:
             self.assume("gpu_count", dp * tp * pp * max(cp, 1), "dp * tp * pp * cp")
             return dp * tp * pp * max(cp, 1)
+        sharded = self.framework in SHARDED and not (tp > 1 or pp > 1 or cp > 1)
+        if sharded and self.number("metric_tokens_per_s_per_gpu") and not self.whole("global_batch"):
+            self.assume(
+                "gpu_count", self._devices(device), "one node: a rate per device hardly depends on it"
+            )
+            return self._devices(device)
         if not self.golden:
             raise RowError("gpu count not stated")
         # CI of Megatron-LM: one node of 8 (4 of a GB200), release tests 64 GPUs; more where the layout needs them.

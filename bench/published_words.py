@@ -23,7 +23,8 @@ FRAMEWORKS = (
     ("megatron-deepspeed", r"bigscience|megatron-deepspeed|habanalabs.*/gpt3"),
     ("nemo", r"\bnemo\b|_nemo|nvidia/dgxc|\bconfig_(dgx|gb\d|l40s)"),
     ("megatron", r"megatron|megascale|sc21|\bmcore"),
-    ("fsdp", r"llm-foundry|olmo|\bfsdp|axolotl|lightning"),
+    ("fsdp", r"llm-foundry|mosaicml|olmo|\bfsdp|axolotl|lightning"),
+    ("maxtext", r"\bjax\b|\bt5x\b|\bpalm\b|gspmd|\btpu"),
 )
 SHARDED = {"maxtext", "paxml", "torchtitan", "fsdp", "litgpt", "torchao", "levanter", "torchtune"}
 MEGATRONS = {"megatron", "megatron-bridge", "nemo", "megatron-deepspeed"}
@@ -44,7 +45,7 @@ DEVICES = (
         (name, rf"\b{name}")
         for name in ("mi355x", "mi325x", "mi300x", "mi300a", "mi250x", "l40s", "l40", "v100")
     ),
-    ("tpu-trillium", r"trillium|tpu-?v6e"),
+    ("tpu-trillium", r"trillium|tpu[ -]?v6e?\b"),
     *((f"tpu-{name}", rf"tpu[ -]?{name}") for name in ("v5p", "v5e", "v7", "v4", "v3", "v2")),
     ("gaudi3", r"gaudi.{0,2} ?3"),
     ("gaudi2", r"gaudi.{0,2} ?2"),
@@ -78,6 +79,7 @@ OPTIONS = (
     ("flash-attention-1", r"(?<!no )flash-?attention(?!-?\d)"),
     ("local-implementation", r"transformer-impl=local|spec=local"),
     ("no-gradient-accumulation-fusion", r"no-gradient-accumulation-fusion"),
+    ("launch-blocking", r"bigscience"),  # its scripts export CUDA_LAUNCH_BLOCKING=1
     ("no-reshard", r"without reshard|no reshard"),
     ("overlap-grad-reduce", r"overlap[-_]grad[-_]reduce|overlappeddistributedoptimizer"),
     ("overlap-param-gather", r"overlap(-param-gather|[-_]grad[-_]reduce_param_gather)|overlappeddistributedoptimizer"),
@@ -149,6 +151,10 @@ SOURCE_YEARS = (
     (r"torchtune", 2024.7), (r"examples/llama", 2025.3), (r"megatron-lm readme", 2024.5),
 )  # fmt: skip
 
+
+# Where nothing tells the date: when runs on a device were published, the first pattern that is found.
+DEVICE_YEARS = ((r"g?b300", 2025.9), (r"g?b200|mi355", 2025.5), (r"h200|h20$|h800|mi3", 2024.9), (r"h100|l40|gaudi", 2024.4),
+                (r"a100", 2023.2), (r"tpu-(v5|tri)", 2024.2), (r"tpu", 2022.5), (r"v100", 2020.5))  # fmt: skip
 
 # Micro-batch and layers per pipeline chunk (0: not interleaved) of SC21's Table 1, by billions of parameters
 # (NVIDIA/Megatron-LM examples/sc21/run_table_1.sh).

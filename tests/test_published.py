@@ -122,3 +122,21 @@ def test_errors_keep_their_sign_in_the_bias() -> None:
     assert errors.bias == pytest.approx(-0.1)
     assert errors.median == pytest.approx(0.2)
     assert errors.within_tenth == pytest.approx(1 / 3)
+
+
+def test_a_file_of_memory_tests_has_no_step_time_in_its_headline(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    row = {key: value for key, value in ROW.items() if not key.startswith("metric")}
+    row |= {"id": "r", "iter_time_s": "5.0", "mem_max_alloc_gb": "60", "mem_kind": "allocated"}
+    path, out = tmp_path / "rows.csv", tmp_path / "out.json"
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, list(row))
+        writer.writeheader()
+        writer.writerow(row)
+    assert published.main(["--rows", str(path), "--json", str(out)]) == 0
+    data = json.loads(out.read_text(encoding="utf-8"))
+    assert data["headline"]["step_time_median_abs_error"] is None
+    assert data["headline"]["memory_median_abs_error"] is not None
+    assert data["step_time_of_tests"]["rows"] == 1
+    assert "no step time in the headline" in capsys.readouterr().out

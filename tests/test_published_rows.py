@@ -307,7 +307,7 @@ def test_lora_freezes_the_model(tmp_path: Path) -> None:
         ("a/b", "24.11; MFU peak", 2024.833),
         ("a/b", "25.04-25.05 recipe", 2025.25),
         ("Some paper (arXiv 2402.15627) Table 2", "", 2024.083),
-        ("a/b", "time-to-train 24.11 min", 2024.5),
+        ("a/b", "time-to-train 24.11 min", 2024.4),
     ],
 )
 def test_year(tmp_path: Path, source: str, notes: str, year: float) -> None:
@@ -392,3 +392,48 @@ def test_parts_formulas_and_inference_are_no_runs(tmp_path: Path) -> None:
         columns=MEMORY,
     )
     assert len(refused) == 3
+
+
+@pytest.mark.parametrize(
+    ("gpu", "earlier"), [("GB300", "H100"), ("H100", "A100-80GB"), ("A100-80GB", "V100")]
+)
+def test_without_a_date_a_newer_device_means_newer_software(tmp_path: Path, gpu: str, earlier: str) -> None:
+    source = "a/b"
+    assert one(tmp_path, gpu=gpu, source=source).year > one(tmp_path, gpu=earlier, source=source).year
+
+
+def test_an_unknown_framework_on_a_tpu_is_jax(tmp_path: Path) -> None:
+    assert one(tmp_path, gpu="TPU v4", source="a/b").framework == "maxtext"
+
+
+@pytest.mark.parametrize(
+    ("source", "gpu", "precision"),
+    [
+        ("mlcommons/training_results_v5.0 AMD/results/x/llama2_70b_lora", "MI300X", "fp8"),
+        ("mlcommons/training_results_v5.0 x/results/x/llama2_70b_lora", "A100-80GB", "bf16"),
+        ("a/b", "H100", "bf16"),
+    ],
+)
+def test_an_open_precision_is_what_such_sources_use(
+    tmp_path: Path, source: str, gpu: str, precision: str
+) -> None:
+    assert one(tmp_path, source=source, gpu=gpu, precision="").layout.precision == precision
+
+
+def test_sc21s_recipes_give_its_micro_batch_and_chunks(tmp_path: Path) -> None:
+    run = one(
+        tmp_path, source="Narayanan et al. SC21 Table 1", params_B="145.6", layers="80", hidden="12288", heads="96",
+        kv_heads="", ffn="49152", gpu="A100-80GB", gpu_count="1536", tp="8", pp="8", dp="24", micro_batch="",
+        global_batch="2304",
+    )  # fmt: skip
+    assert (run.layout.mbs, run.layout.vpp) == (2, 2)
+
+
+def test_a_rate_without_a_batch_means_micro_batches_that_fill_a_device(tmp_path: Path) -> None:
+    run = one(
+        tmp_path, tp="1", pp="1", dp="64", seq_len="2048", micro_batch="", global_batch="", metric_step_time_s="",
+        metric_tokens_per_s_per_gpu="5000",
+    )  # fmt: skip
+    assert run.layout.mbs * run.seq == 8192
+    assert run.batch == run.layout.mbs * 64
+    assert run.step_time_s == pytest.approx(8192 / 5000)

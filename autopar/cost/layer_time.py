@@ -22,6 +22,8 @@ from autopar.workload import Attention, Layer, Matmul, Stream, Workload, attenti
 
 # DualPipe runs each all-to-all beside the products of the micro-batch that goes the other way (DeepSeek-V3 report,
 # section 3.2.1).
+# Launches per product in 8 bits: each operand's largest value, its cast and its cast transposed (Transformer Engine).
+_LAUNCHES_8_BIT = 8.0
 _DUALPIPE, _DUALPIPE_EXPOSED = SCHEDULES.index("dualpipev"), 0.1
 
 
@@ -153,7 +155,11 @@ class LayerTimes:
         quantization of its operands."""
         g = self.grid
         local = max(1, layer.experts) / np.minimum(g.ep, max(1, layer.experts))
-        each = self.software.expert_kernels * np.where(g.precision >= 2, 3.0, 1.0) * self.rates.host_s
+        each = (
+            self.software.expert_kernels
+            * np.where(g.precision >= 2, _LAUNCHES_8_BIT, 1.0)
+            * self.rates.host_s
+        )
         return np.asarray(len(layer.expert_matmuls) * local * each)
 
     # ---- kernels -------------------------------------------------------------------------------------------------

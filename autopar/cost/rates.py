@@ -142,7 +142,12 @@ class Rates:
         backward likewise for scores and their gradients. A fused backward does 5 products for the forward's 2 (Dao
         2023, FlashAttention-2, section 3.1)."""
         if self.unfused:
-            rate = self.matmul[1] * keys / (keys + HALF_SEQUENCE) * (1.0 if dim % HEAD_ALIGNED == 0 else UNALIGNED_HEAD)
+            rate = (
+                self.matmul[1]
+                * keys
+                / (keys + HALF_SEQUENCE)
+                * (1.0 if dim % HEAD_ALIGNED == 0 else UNALIGNED_HEAD)
+            )
             products = 2.0 * flops / rate  # no causal half is left out
             return (
                 products + 5.0 * scores / self.stream + 6 * self.launch_s,
