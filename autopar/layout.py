@@ -10,6 +10,7 @@ cut out of tp x cp x dp.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from dataclasses import dataclass, replace
 
 from autopar.errors import UsageError
@@ -19,6 +20,7 @@ RECOMPUTE = ("none", "selective", "full")
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zbv", "dualpipev")
 OFFLOAD = ("none", "optimizer", "activations", "all")
 ORDERS = ("pp-outer", "dp-outer")
+MOST_CUTS = 100_000  # virtual stages in a text
 _COUNTS = ("dp", "tp", "cp", "pp", "vpp", "ep", "etp", "mbs")
 
 
@@ -37,7 +39,7 @@ class Layout:
     sp         whether norms and residuals are split over the sequence by tp
     offload    what lies in host memory between its uses
     order      whether pp or dp is outermost in rank: which of the two lies on the faster links
-    cuts       layers per virtual stage in model order (pp * vpp numbers) where they are not as even as can be
+    cuts       layers per virtual stage in model order (pp * vpp numbers; `4x3/3` is 4/4/4/3) where they are not as even as can be
     """
 
     dp: int = 1
@@ -113,7 +115,8 @@ class Layout:
             if field.name not in always and value == field.default:
                 continue
             if field.name == "cuts":
-                value = "/".join(map(str, value))
+                runs = [(count, len(list(same))) for count, same in itertools.groupby(value)]
+                value = "/".join(f"{count}x{times}" if times > 1 else str(count) for count, times in runs)
             elif field.name == "sp":
                 value = int(value)
             words.append(f"{field.name}={value}")
@@ -148,10 +151,19 @@ def _value(name: str, text: str) -> object:
         return text
     try:
         if name == "cuts":
-            return tuple(int(part) for part in text.split("/"))
+            runs = [part.split("x") for part in text.split("/")]
+            counts = [(int(run[0]), int(run[1]) if len(run) > 1 else 1) for run in runs]
+            if sum(times for _, times in counts) > MOST_CUTS or any(
+                pair[0] < 0 or pair[1] < 1 for pair in counts
+            ):
+                raise ValueError
+            return tuple(count for count, times in counts for _ in range(times))
         if name == "recompute_layers" and text == "None":
             return None
         number = int(text)
     except ValueError:
-        raise UsageError(f"{name}={text} is not a whole number", where="layout", hint=f"{name}=1") from None
+        shape = "4/4/3, or 4x2/3" if name == "cuts" else "1"
+        raise UsageError(
+            f"{name}={text} is not a whole number", where="layout", hint=f"{name}={shape}"
+        ) from None
     return bool(number) if name == "sp" else number

@@ -7,7 +7,7 @@ Out: Stages (layers and seconds of every virtual stage), a Priced (kinds of time
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,11 +19,15 @@ from autopar.cost.grid import Array, Grid
 from autopar.cost.held import held
 from autopar.cost.layer_time import Ends
 from autopar.cost.layout_bound import OUTSIDE, step_of
+from autopar.cost.layout_memory import ACTIVATIONS, GRADIENTS, STATES, WEIGHTS
 from autopar.cost.layout_time import BUBBLE, OTHER, LayoutTime
 from autopar.cost.software import Software
+from autopar.errors import InfeasibleError
 from autopar.layout import SCHEDULES, Layout
 from autopar.workload import Workload
 
+# Kinds of memory that grow with the layers of a rank.
+PER_LAYER = (WEIGHTS, GRADIENTS, STATES, ACTIVATIONS)
 Floats = NDArray[np.float64]
 _STEADY = 3  # times the stages: after so many micro-batches a schedule nearly repeats itself
 _SIMULATED = 2048  # micro-batches times virtual stages that are simulated in any case
@@ -199,15 +203,27 @@ def _cut(key: tuple[int, ...], counts: tuple[int, ...]) -> tuple[int, ...]:
     if stages == 1:
         return (sum(counts),)
     runs = [(layer / 1000, count) for layer, count in zip(layers, counts, strict=True)]
-    return schedule.cut(
-        runs,
-        stages,
-        chunks,
-        schedule=SCHEDULES[code],
-        first_extra=first / 100,
-        last_extra=last / 100,
-        minimum=0,
-    )
+    cut = partial(
+        schedule.cut, runs, stages, chunks,
+        schedule=SCHEDULES[code], first_extra=first / 100, last_extra=last / 100, minimum=0,
+    )  # fmt: skip
+    # no rank holds more layers than the memory of a layout is counted with
+    most = -(-sum(counts) // stages)
+    try:
+        return cut(memory=[1.0] * len(runs), limits=[float(most)] * stages)
+    except (
+        InfeasibleError
+    ):  # of several chunks the search for a cut that keeps to it is no proof that there is none
+        return cut()
+
+
+def overfull(layout: Layout, depth: int) -> float:
+    """Layers on the fullest rank of a layout with its own cuts, over those of an even cut; 1 without cuts."""
+    if not layout.cuts or layout.pp == 1:
+        return 1.0
+    ranks = schedule.placement(layout.schedule, layout.pp, layout.vpp)
+    held_layers = np.bincount(ranks, weights=np.array(layout.cuts, dtype=float))
+    return max(1.0, float(held_layers.max()) / -(-depth // layout.pp))
 
 
 def stages_of(workload: Workload, layout: Layout, cluster: Cluster, software: Software, batch: int) -> Stages:
@@ -245,5 +261,7 @@ def priced(
         times = {kind: seconds if kind in outside else seconds * fit for kind, seconds in times.items()}
         times[BUBBLE] = span - work * fit
         times[OTHER] = whole - span - sum(times[kind] for kind in OUTSIDE)
-    cuts = stages.layers if layout.pp > 1 else layout.cuts
-    return Priced(replace(layout, cuts=cuts), times, memory, stages.micro_batches, stages, line)
+    chosen = replace(layout, cuts=stages.layers if layout.pp > 1 else layout.cuts)
+    more = overfull(chosen, workload.depth)
+    memory = {kind: size * (more if kind in PER_LAYER else 1.0) for kind, size in memory.items()}
+    return Priced(chosen, times, memory, stages.micro_batches, stages, line)

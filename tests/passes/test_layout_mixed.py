@@ -54,7 +54,7 @@ def test_fast_pools_get_more_layers_and_both_together_are_faster_than_either() -
     assert sum(cuts[:half]) > 1.5 * sum(cuts[half:])
     for alone in ("h100:4x8", "a100:4x8"):
         assert found.best.step_s < search_layouts(space(alone), SOFTWARE).best.step_s
-    assert found.bound_s <= found.best.step_s <= 1.05 * found.bound_s
+    assert found.bound_s <= found.best.step_s <= 1.2 * found.bound_s  # the bound lets no stage wait
 
 
 def test_a_pool_that_only_slows_the_others_down_is_left_idle() -> None:
