@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
@@ -73,7 +74,8 @@ def _lines(plan: Plan) -> Iterator[str]:
         if lines:
             yield ""
             yield title
-            yield from (f"  {line}" for line in lines[:_SHOWN])
+            for line in lines[:_SHOWN]:
+                yield from textwrap.wrap(line, WIDTH, initial_indent="  ", subsequent_indent="    ")
             if len(lines) > _SHOWN:
                 yield f"  and {len(lines) - _SHOWN} more"
 

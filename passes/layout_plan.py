@@ -16,6 +16,7 @@ from typing import Any
 
 from autopar.cluster import Cluster
 from autopar.cost import step
+from autopar.cost.compute import kind_of
 from autopar.cost.layout_memory import timeline
 from autopar.cost.pipeline import Priced
 from autopar.cost.prices import PRECISIONS, Prices
@@ -43,6 +44,9 @@ from autopar.workload import Workload
 OBJECTIVES = ("time", "memory", "robust")
 _SLOWER, _MISSES = 8, 4
 EXPERT, SEQUENCE = "expert", "sequence"
+INNER = frozenset(
+    {"heads", "ffn", "vocab", "expert"}
+)  # logical axes that lie inside a tensor-parallel region
 
 
 def plan_layout(
@@ -208,13 +212,24 @@ def write_layout_plan(
                 moments={label: int(sum(held.values())) for label, held in moments},
             ),
             "alternatives": alternatives(found),
-            "notes": [*program.notes, *workload.notes[:10]],
+            "notes": [*padded(workload, layout), *program.notes, *workload.notes[:10]],
             "constraints": list(constraints),
             "layout": str(layout),
             "software": software,
             "workload": workload.to_dict(),
         }
     )
+
+
+def padded(workload: Workload, layout: Layout) -> list[str]:
+    """What is to be said of a vocabulary that tp does not divide."""
+    vocab, tp = workload.vocab, layout.tp
+    if vocab % tp == 0:
+        return []
+    return [
+        f"the vocabulary of {vocab:,} does not divide by tp={tp}: priced as padded to {-(-vocab // tp) * tp:,}; "
+        "unless the model is padded so, its products are placed as the blocks say, without splitting it"
+    ]
 
 
 def _place(problem: Problem, layout: Layout, cluster: Cluster, batch: int) -> Solution:
@@ -228,7 +243,34 @@ def _place(problem: Problem, layout: Layout, cluster: Cluster, batch: int) -> So
         cluster, mesh, precision, small,
         parameter_s=step.parameter_s(prices, micro_batches), micro_batches=micro_batches,
     )  # fmt: skip
+    if layout.sp and layout.tp > 1:
+        small = replace(small, fixed=dict(small.fixed) | _as_priced(small, layout.tp))
     return solve(small, mesh, prices)
+
+
+def _as_priced(problem: Problem, tp: int) -> dict[str, dict[str, str | None]]:
+    """What the layout's price takes for granted, where it divides and the user fixed nothing else: products of heads,
+    ffn and vocabulary split there, and what lies between on the residual stream split over the sequence."""
+    found: dict[str, dict[str, str | None]] = {}
+    for op in problem.ops:
+        chosen = dict(problem.fixed.get(op.name, {}))
+        if op.rule is None or "tp" in chosen:
+            continue
+        kind, names = kind_of(op), set(op.logical.values())
+        if kind in ("matmul", "attention"):
+            wanted = {name for name in names & INNER if name != EXPERT}
+        elif kind == "pointwise" and {SEQUENCE, "hidden"} <= names and not names & INNER:
+            wanted = {SEQUENCE}
+        else:
+            continue
+        able = [
+            factor
+            for factor in op.rule.splittable()
+            if op.logical.get(factor) in wanted and op.rule.sizes[factor] % tp == 0
+        ]
+        if len(able) == 1:
+            found[op.name] = {**chosen, "tp": able[0]}
+    return found
 
 
 def _spread(problem: Problem, solution: Solution, layout: Layout) -> Solution:

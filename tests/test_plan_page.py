@@ -119,3 +119,8 @@ def test_a_model_is_priced_as_the_planner_does(plan: Plan) -> None:
 
     assert found.step_s == pytest.approx(plan.predicted.step_time_s)
     assert "measured  1.00 s" in found.page()
+
+
+def test_a_vocabulary_that_tp_does_not_divide_is_told() -> None:
+    found = autopar.plan("gpt2", "h100:1x8", batch=32, seq=128, fix=["tp=4"])
+    assert "50,257 does not divide by tp=4: priced as padded to 50,260" in found.page()
