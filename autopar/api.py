@@ -49,7 +49,7 @@ from autopar.runtime.groups import join_mesh
 from autopar.runtime.model import RankModel
 from autopar.runtime.store import ParameterStore
 from autopar.runtime.trainer import StepResult, Trainer
-from autopar.workload import Workload
+from autopar.workload import Workload, check_sizes
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -101,17 +101,21 @@ def plan(
     source = _source(model)
     where = load_cluster(cluster)
     form = _form(source, example_inputs, batch, seq)
-    chosen = precision or ("fp32" if where.device.name == "cpu" else "bf16")
+    chosen = ("fp32" if where.device.name == "cpu" else "bf16") if precision is None else precision
     which = space or ("runtime" if where.device.name == "cpu" else "all")
     if which not in SPACES:
         raise UsageError(f"unknown space {which!r}", where="space", hint=f"one of {', '.join(SPACES)}")
     decisions = [text for text in fix if is_decision(text)]
     words = [text for text in fix if not is_decision(text)]
-    captured = chosen.split("|")[0]
+    captured = chosen
     if which == "all":
-        captured = "fp32" if captured == "fp32" else "bf16"
+        captured = "fp32" if chosen.split("|")[0] == "fp32" else "bf16"
     if captured not in DTYPES:
-        raise UsageError(f"unknown precision {chosen!r}", hint=f"one of {', '.join(DTYPES)}")
+        raise UsageError(
+            f"precision {chosen!r} is none that the runtime runs",
+            where="precision",
+            hint=f"one of {', '.join(DTYPES)}; space='all' plans for others, and chooses among several",
+        )
     constraints = [parse_constraint(text) for text in words]
     if which == "runtime":
         refused = [*decisions, *forbid, *(["objective"] if objective != "time" else [])]
@@ -206,6 +210,7 @@ def estimate(
     stack = load_software(software) if software is not None else default_software(where.device.name)
     chosen = filled(layout, where)
     if isinstance(model, Workload):
+        check_sizes(batch or 1, seq or model.seq)
         workload = model if seq is None else model.at(seq)
     else:
         source = _source(model)
@@ -462,6 +467,7 @@ def _form(
     batch: int | None,
     seq: int | None,
 ) -> _Form:
+    check_sizes(batch or 1, seq or 1)
     if example_inputs is None:
         with torch.device("meta"):
             inputs: Mapping[str, Any] = source.example_inputs(batch or 8, seq or 128)

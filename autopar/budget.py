@@ -23,6 +23,7 @@ from autopar.cost.pipeline import Priced
 from autopar.cost.software import default_software
 from autopar.errors import ClusterError, InfeasibleError, UsageError
 from autopar.layout import Layout
+from autopar.layout_check import runs_precision
 from autopar.passes.decisions import Decisions, parse_decisions
 from autopar.passes.layout_mixed import search_any
 from autopar.passes.layout_space import Space
@@ -145,10 +146,27 @@ def parse_prices(texts: Iterable[str]) -> dict[str, float]:
             price = float(value)
         except ValueError:
             price = 0.0
-        if not equals or not 0 < price < math.inf:
+        if not equals or not name or not 0 < price < math.inf:
             raise UsageError(f"{text!r} is no price", where="price", hint="h100=2.5, per device hour")
-        prices[load_device(name).name] = price
+        device = load_device(name).name
+        if device in prices:
+            raise UsageError(f"{device} has two prices", where="price", hint=f"one {device}=..")
+        prices[device] = price
     return prices
+
+
+def check_prices(prices: Mapping[str, float], clusters: Iterable[Cluster], currency: str | None) -> None:
+    """Raise UsageError for a price of a device that no cluster has, or a currency that is none."""
+    names = sorted({pool.device.name for cluster in clusters for pool in cluster.pools})
+    for name in prices:
+        if name not in names:
+            raise UsageError(
+                f"{name} has a price, but no cluster to compare has one",
+                where="price",
+                hint=f"--price {names[0]}=.., or --device {name}",
+            )
+    if currency is not None and re.fullmatch("[A-Z]{3}", currency) is None:
+        raise UsageError(f"{currency!r} is no currency", where="currency", hint="three capitals, as in EUR")
 
 
 # ---------------------------------------------------------------- clusters
@@ -483,13 +501,24 @@ def asked(
     forbid: Sequence[str],
     precision: str | None,
 ) -> tuple[Decisions, tuple[str, ...]]:
-    """What the search may choose, and the precisions; refuses a cost limit where no price is known."""
+    """What the search may choose, and the precisions; refuses a cost limit that is none or where no price is known,
+    and a precision that no cluster has."""
+    if limits.max_cost is not None and not 0 < limits.max_cost < math.inf:
+        raise UsageError(f"{limits.max_cost} is no cost", where="max-cost", hint="a number above 0")
     if limits.max_cost is not None and all(cluster.price_per_hour is None for cluster in clusters):
         device = clusters[0].device.name
         raise UsageError("no price is known", where="max-cost", hint=f"--price {device}=2.5, per device hour")
     precise = "fp32" if all(cluster.device.name == "cpu" for cluster in clusters) else "bf16"
-    words = [*fix, f"precision={precision or precise}"]
-    return parse_decisions(words, forbid), tuple((precision or precise).split("|"))
+    chosen = precise if precision is None else precision
+    decisions, precisions = parse_decisions([*fix, f"precision={chosen}"], forbid), tuple(chosen.split("|"))
+    if not any(runs_precision(one, cluster.device) for one in precisions for cluster in clusters):
+        has = clusters[0].device
+        raise UsageError(
+            f"precision={chosen}: no cluster to compare has such a number format",
+            where="precision",
+            hint=f"one that {has.name} has: {', '.join(has.peak_tflops)}",
+        )
+    return decisions, precisions
 
 
 def market_of(

@@ -282,6 +282,7 @@ def budget(
         names, devices=device or ([] if names else ["h100"]), max_devices=max_devices
     )
     prices = offers.parse_prices(price or ())
+    offers.check_prices(prices, offered, currency)
     offered = [offers.with_prices(cluster, prices, currency) for cluster in offered]
     decisions, precisions = offers.asked(offered, limits, fix or (), forbid or (), precision)
     with _results(), _progress(quiet) as tell:

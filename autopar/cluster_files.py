@@ -26,6 +26,7 @@ from autopar.errors import ClusterError
 
 DTYPES = ("fp32", "tf32", "fp16", "bf16", "fp8", "fp4", "int8")
 MAX_DEVICES = 1_000_000
+MAX_BYTES = 2**60  # of one device
 _BYTE_UNITS = {"B": 1, "MB": 10**6, "GB": 10**9, "TB": 10**12, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 EXPECTED = {  # what each field of a file holds, as the hint of an error says it
     "name": "a short name, as in `name: my-cluster`",
@@ -70,14 +71,15 @@ def _bytes(value: object) -> object:
     """`80 GiB` -> bytes; a text that is a plain number stays one (PyYAML reads 80e9 as text)."""
     if not isinstance(value, str):
         return _number(value)
-    match = re.fullmatch(r"([0-9.]+(?:e\+?[0-9]+)?)\s*([A-Za-z]*)", value.strip())
+    match = re.fullmatch(r"([0-9]+\.?[0-9]*(?:e\+?[0-9]{1,2})?|\.[0-9]+)\s*([A-Za-z]*)", value.strip())
     if match is None or (match[2] or "B") not in _BYTE_UNITS:
         text = "has no known unit, expected a number and one of {units}"
         raise PydanticCustomError("unit", text, {"units": ", ".join(_BYTE_UNITS)})
     return round(float(match[1]) * _BYTE_UNITS[match[2] or "B"])
 
 
-Name = Annotated[str, Field(min_length=1, max_length=200)]
+# no control characters: a name is printed on terminals
+Name = Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[^\x00-\x1f\x7f-\x9f]*$")]
 Currency = Annotated[str, Field(pattern="^[A-Z]{3}$")]
 Positive = Annotated[float, BeforeValidator(_number), Field(gt=0, allow_inf_nan=False)]
 NotNegative = Annotated[float, BeforeValidator(_number), Field(ge=0, allow_inf_nan=False)]
@@ -85,8 +87,8 @@ AtLeastOne = Annotated[float, BeforeValidator(_number), Field(ge=1, allow_inf_na
 Share = Annotated[float, BeforeValidator(_number), Field(gt=0, le=1)]
 Count = Annotated[int, BeforeValidator(_number), Field(gt=0, le=MAX_DEVICES)]
 Index = Annotated[int, BeforeValidator(_number), Field(ge=0, le=MAX_DEVICES)]
-MemoryBytes = Annotated[int, Field(ge=2**20), BeforeValidator(_bytes), BeforeValidator(_number)]
-ReservedBytes = Annotated[int, Field(ge=0), BeforeValidator(_bytes)]
+MemoryBytes = Annotated[int, Field(ge=2**20, le=MAX_BYTES), BeforeValidator(_bytes), BeforeValidator(_number)]
+ReservedBytes = Annotated[int, Field(ge=0, le=MAX_BYTES), BeforeValidator(_bytes)]
 Dtype = Annotated[str, Field(pattern=f"^({'|'.join(DTYPES)})$")]
 Kind = Annotated[str, Field(pattern="^(matmul|attention|memory)$")]
 STRICT = ConfigDict(extra="forbid")

@@ -29,7 +29,7 @@ from autopar.passes.layout_search import TIED, Found, search_layouts
 from autopar.passes.layout_sensitivity import Nearby
 from autopar.passes.layout_space import Space
 from autopar.plans import Plan
-from autopar.workload import Workload
+from autopar.workload import Workload, check_sizes
 
 Data = dict[str, Any]
 GIB = 2**30
@@ -78,7 +78,7 @@ class Study:
 
     @property
     def limit(self) -> float:
-        return float(self.cluster.device.memory_bytes)
+        return float(self.cluster.device.usable_bytes)
 
     @property
     def tokens(self) -> int:
@@ -293,6 +293,7 @@ def what_if(study: Study, text: str) -> Data:
     cluster = study.cluster.with_(gpus=counts.get("gpus"), **factors)
     workload = study.workload.at(counts["seq"]) if "seq" in counts else study.workload
     batch = counts.get("batch", study.space.batch)
+    check_sizes(batch, workload.seq)
     changed = replace(study.space, workload=workload, cluster=cluster, batch=batch)
     other = replace(study, space=changed)
     data: Data = {"words": text, "cluster": cluster.name, "batch": batch, "seq": workload.seq}
@@ -325,6 +326,8 @@ def _what_if_words(text: str) -> tuple[dict[str, float], dict[str, int]]:
                 hint=f"inter_bw=2x, gpus=512; one of {', '.join((*WHAT_IF, *NUMBERS))}",
             )
         name, number = match[1], match[2]
+        if name in factors or name in counts:
+            raise UsageError(f"{name} is given twice", where="what if", hint=f"one {name}=..")
         try:
             if name in WHAT_IF:
                 factors[name] = float(number)

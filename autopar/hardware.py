@@ -120,6 +120,12 @@ class Device:
     host_memory_bytes: MemoryBytes | None = None
     host_gbps: Positive | None = None
 
+    @property
+    def usable_bytes(self) -> int:
+        """What a plan may fill: the count of memory is off by some per cent of what runs measure, and a plan that
+        fails for want of memory is worth nothing."""
+        return int(USABLE * self.memory_bytes)
+
     def peak(self, dtype: str) -> float:
         """Dense peak in FLOP/s; bf16 falls back to fp16 then fp32, fp16 and tf32 to fp32."""
         name = dtype.removeprefix("torch.")
@@ -381,6 +387,7 @@ def _common_links(pools: Sequence[Pool], outer: Link) -> tuple[Link, ...]:
 
 # ---------------------------------------------------------------- what if
 
+USABLE = 0.95  # of the memory of a device: see docs/cost.md, "How good it is"
 WHAT_IF = {  # what `Cluster.scaled` knows
     "inter_bw": "bandwidth of every link level but the innermost",
     "intra_bw": "bandwidth of the innermost link level",
@@ -391,12 +398,18 @@ WHAT_IF = {  # what `Cluster.scaled` knows
 }
 
 
+MOST_FACTOR = 1e6  # beyond it no number of the cost model means anything
+
+
 def _scaled(cluster: Cluster, word: str, factor: float) -> Cluster:
     if word not in WHAT_IF:
         hint = " or ".join(near(word, WHAT_IF)) or f"one of {', '.join(WHAT_IF)}, gpus"
         raise UsageError(f"unknown what-if '{word}'", where="what if", hint=hint)
     if isinstance(factor, bool) or not isinstance(factor, int | float) or not 0 < factor < math.inf:
         what = f"{word} is scaled by {factor!r}, expected a number above 0"
+        raise UsageError(what, where="what if", hint=f"{word}=2.0 for twice the {WHAT_IF[word]}")
+    if not 1 / MOST_FACTOR <= factor <= MOST_FACTOR:
+        what = f"{word} is scaled by {factor:g}, expected {1 / MOST_FACTOR:g} to {MOST_FACTOR:g}"
         raise UsageError(what, where="what if", hint=f"{word}=2.0 for twice the {WHAT_IF[word]}")
     if word == "inter_bw" and len(cluster.links) == 1:
         what = f"{cluster.name} has one link level, '{cluster.links[0].name}'"

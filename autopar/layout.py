@@ -21,6 +21,7 @@ SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zbv", "dualpipev")
 OFFLOAD = ("none", "optimizer", "activations", "all")
 ORDERS = ("pp-outer", "dp-outer")
 MOST_CUTS = 100_000  # virtual stages in a text
+MOST = 10**9  # of any count; more is a slip of the hand, and no number of a cost model
 _COUNTS = ("dp", "tp", "cp", "pp", "vpp", "ep", "etp", "mbs")
 
 
@@ -63,10 +64,9 @@ class Layout:
 
     def __post_init__(self) -> None:
         for name in _COUNTS:
-            if getattr(self, name) < 1:
-                raise UsageError(
-                    f"{name} is {getattr(self, name)}, expected 1 or more", where="layout", hint=f"{name}=1"
-                )
+            _counted(name, getattr(self, name), 1)
+        _counted("shard", self.shard, 0)
+        _counted("recompute_layers", self.recompute_layers or 0, 0)
         if self.zero not in (0, 1, 2, 3):
             raise UsageError(f"zero is {self.zero}, expected 0, 1, 2 or 3", where="layout", hint="zero=1")
         for name, known in (
@@ -82,7 +82,9 @@ class Layout:
                 )
         if self.cuts and len(self.cuts) != self.pp * self.vpp:
             raise UsageError(
-                f"cuts has {len(self.cuts)} numbers, expected pp * vpp = {self.pp * self.vpp}", where="layout"
+                f"cuts has {len(self.cuts)} numbers, expected pp * vpp = {self.pp * self.vpp}",
+                where="layout",
+                hint="a number of layers per virtual stage, or to leave cuts out",
             )
 
     @property
@@ -146,6 +148,15 @@ class Layout:
         return replace(self, **changes)  # type: ignore[arg-type]
 
 
+def _counted(name: str, value: int, least: int) -> None:
+    if not least <= value <= MOST:
+        raise UsageError(
+            f"{name} is {value}, expected {least} or more" + (f", at most {MOST}" if value > MOST else ""),
+            where="layout",
+            hint=f"{name}=1",
+        )
+
+
 def _value(name: str, text: str) -> object:
     if name in ("precision", "recompute", "schedule", "offload", "order"):
         return text
@@ -161,9 +172,10 @@ def _value(name: str, text: str) -> object:
         if name == "recompute_layers" and text == "None":
             return None
         number = int(text)
+        if name == "sp" and number not in (0, 1):
+            raise ValueError
     except ValueError:
+        what = {"cuts": "no list of whole numbers", "sp": "neither 0 nor 1"}.get(name, "not a whole number")
         shape = "4/4/3, or 4x2/3" if name == "cuts" else "1"
-        raise UsageError(
-            f"{name}={text} is not a whole number", where="layout", hint=f"{name}={shape}"
-        ) from None
+        raise UsageError(f"{name}={text} is {what}", where="layout", hint=f"{name}={shape}") from None
     return bool(number) if name == "sp" else number

@@ -165,6 +165,11 @@ def _stages(layout: Layout, workload: Workload) -> Iterator[UsageError]:
             f"pp * vpp = {pp * vpp} chunks for {depth} layers: only the first and the last may hold none",
             f"vpp of at most {(depth + ENDS) // pp}",
         )
+    if (layout.recompute_layers or 0) > depth:
+        yield _fault(
+            f"recompute_layers={layout.recompute_layers}, but {workload.name} has {depth} layers",
+            "to leave it out, which is all layers of a stage",
+        )
     if layout.cuts and (sum(layout.cuts) != depth or min(layout.cuts) < 0):
         yield _fault(
             f"cuts give {sum(layout.cuts)} layers, {workload.name} has {depth}",
@@ -210,7 +215,7 @@ def _product(layout: Layout, *, without_dp: bool = False) -> str:
 
 def _near(number: int, wanted: int) -> str:
     """The divisors of a number next to what was wanted: `4 or 8`."""
-    below = max((one for one in range(1, wanted + 1) if number % one == 0), default=1)
+    below = max((one for one in range(1, min(number, wanted) + 1) if number % one == 0), default=1)
     above = next((one for one in range(wanted + 1, min(number, 4 * wanted) + 1) if number % one == 0), None)
     return f"{below}" if above is None else f"{below} or {above}"
 

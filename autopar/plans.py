@@ -17,7 +17,15 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_validator,
+)
 
 from autopar.cluster import Cluster
 from autopar.errors import AutoparError, ClusterError, PlanError, ShardingError, UsageError
@@ -26,7 +34,7 @@ from autopar.layout_check import check
 from autopar.mesh import Mesh
 from autopar.program import Program, op_name
 from autopar.sharding import Sharding
-from autopar.workload import Workload
+from autopar.workload import MOST_TOKENS, Workload
 
 VERSION = 1
 MESH_AXES = ("dp", "fsdp", "tp")  # what the runtime of this version runs
@@ -54,7 +62,15 @@ _Seconds = Annotated[
 _Fraction = _Seconds
 _Bytes = _Count
 _Recompute = Literal["none", "selective", "full"]
-_Text = Annotated[str, Field(max_length=100_000)]
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+
+def _printable(text: str) -> str:
+    """Texts are printed on terminals: control characters but tab and newline are spelled out."""
+    return _CONTROL.sub(lambda match: f"\\x{ord(match[0]):02x}", text)
+
+
+_Text = Annotated[str, Field(max_length=100_000), AfterValidator(_printable)]
 _Tuple = BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)
 
 
@@ -70,8 +86,8 @@ class ModelPart(_Part):
 class DataPart(_Part):
     """`batch`: sequences per step over the whole cluster, in `micro_batches` parts one after the other."""
 
-    batch: _Positive
-    seq: _Positive
+    batch: Annotated[int, Field(gt=0, le=MOST_TOKENS)]
+    seq: Annotated[int, Field(gt=0, le=MOST_TOKENS)]
     micro_batches: _Positive
 
 

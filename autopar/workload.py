@@ -18,10 +18,24 @@ from typing import Any
 import numpy as np
 
 from autopar.errors import UsageError
+from autopar.workload_files import MOST_LAYERS, check_fields
 
 # How tensor parallelism splits an op. "column"/"row": a matmul's outer or inner dim; "inner": everything inside a
 # tensor-parallel region (heads, ffn); "sequence": the sequence where `sp` is on, else nothing; "none": repeated.
 SPLITS = ("column", "row", "inner", "sequence", "none")
+
+
+MOST_TOKENS = 10**12  # of one step: far above any, and far below where 64 bits end
+
+
+def check_sizes(batch: int, seq: int) -> None:
+    """Raise UsageError for a step of more tokens than MOST_TOKENS."""
+    if not 0 < batch * seq <= MOST_TOKENS:
+        raise UsageError(
+            f"a batch of {batch} sequences of {seq} tokens, expected 1 to {MOST_TOKENS:,} tokens per step",
+            where="batch and seq",
+            hint="batch=1024, seq=8192",
+        )
 
 
 @dataclass(frozen=True)
@@ -201,11 +215,10 @@ class Workload:
         """JSON-friendly; `from_dict` gives back an equal Workload. Equal layers are written once."""
         kinds = list(dict.fromkeys(layer for layer, _ in self.layers))
         data = asdict(replace(self, layers=()))
-        ops = {
-            layer.name: [{"op": type(op).__name__.lower(), **asdict(op)} for op in layer.ops]
+        data["kinds"] = [
+            asdict(layer) | {"ops": [{"op": type(op).__name__.lower(), **asdict(op)} for op in layer.ops]}
             for layer in kinds
-        }
-        data["kinds"] = [{**asdict(layer), "ops": ops[layer.name]} for layer in kinds]
+        ]
         data["layers"] = [[kinds.index(layer), count] for layer, count in self.layers]
         return data
 
@@ -215,11 +228,19 @@ class Workload:
         try:
             rest = dict(data)
             kinds = [_layer_of(kind) for kind in rest.pop("kinds")]
-            layers = tuple((kinds[int(index)], int(count)) for index, count in rest.pop("layers"))
+            runs = [(index, count) for index, count in rest.pop("layers")]
+            if not all(type(index) is int and 0 <= index < len(kinds) for index, _ in runs):
+                raise ValueError(f"layers name kinds from 0 to {len(kinds) - 1}")
             rest["notes"] = tuple(rest.get("notes", ()))
-            return cls(layers=layers, **rest)
-        except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+            found = cls(layers=tuple((kinds[index], count) for index, count in runs), **rest)
+            check_fields(found, SPLITS)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise UsageError(f"not a workload: {error}", where="workload", hint="to plan again") from None
+        if found.depth > MOST_LAYERS:
+            raise UsageError(
+                f"not a workload: {found.depth} layers", where="workload", hint=f"at most {MOST_LAYERS}"
+            )
+        return found
 
     def at(self, seq: int) -> Workload:
         """The same model at another sequence length."""
@@ -238,9 +259,7 @@ def _layer_of(data: Mapping[str, Any]) -> Layer:
         hidden=data["hidden"],
         ops=ops,
         saved=tuple(Saved(**item) for item in data["saved"]),
-        parameters=tuple(
-            (str(name), int(elements), str(split)) for name, elements, split in data["parameters"]
-        ),
+        parameters=tuple((name, elements, split) for name, elements, split in data["parameters"]),
         regions=data["regions"],
     )
 

@@ -1,6 +1,6 @@
 """Calibrate: fit the constants of devices and stacks to published step times.
 
-    python bench/calibrate.py --rows shared/published/training.csv [--write] [--steps 8]
+    python bench/calibrate.py --rows training.csv [--write] [--steps 8]
 
 Fits the constants named in bench/priors.toml (which stand in autopar/cost/calibration.toml and software.toml) by least
 squares on the logarithm of predicted over measured step time (soft L1, so that a strange row pulls little), with a

@@ -1,6 +1,6 @@
 """Plans: the layouts that experts published beside those the planner finds, under one cost model.
 
-    python bench/plans.py --rows shared/published/training.csv [--check] [--only ID ..]
+    python bench/plans.py --rows training.csv [--check] [--only ID ..]
 
 For each published run: the search with the run's model, cluster, batch, sequence, precision and software; what is
 predicted of the expert's layout and of the found one, what was measured, how near the best of the space the found one
@@ -147,7 +147,8 @@ def compare(case: Case) -> Outcome:
         case.workload, case.cluster, case.batch, parse_decisions(words), precisions=(case.expert.precision,)
     )
     began = time.process_time()
-    found = search_layouts(space, case.software)
+    # runs that were made may fill the whole device, so the search may too
+    found = search_layouts(space, case.software, limit_bytes=space.cluster.device.memory_bytes)
     cpu_s = time.process_time() - began
     return Outcome(case, expert, found, cpu_s, tuple(walk(case, found)))
 
@@ -214,7 +215,7 @@ _HEAD = """\
 # Plans beside those of experts
 
 Each published run searched anew with the planner: same model, cluster, batch, sequence, precision and software, one
-cost model for both layouts. Written by `python bench/plans.py --rows shared/published/training.csv --check`; runs are
+cost model for both layouts. Written by `python bench/plans.py --rows training.csv --check`; runs are
 named by their row there.
 
 - expert: the step time predicted of the published layout, and how far that is from the measured one. The constants
@@ -320,9 +321,7 @@ def failures(outcomes: Sequence[Outcome]) -> list[str]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
-    parser.add_argument(
-        "--rows", type=Path, default=Path("shared/published/training.csv"), help="the published runs"
-    )
+    parser.add_argument("--rows", type=Path, required=True, help="the published runs (bench/published_rows.py)")
     parser.add_argument("--only", nargs="*", help="rows to compare (default: those of the page)")
     parser.add_argument(
         "--check", action="store_true", help="write docs/plans.md; fail where an expert's is faster"

@@ -1,6 +1,6 @@
 """Published: what the simulator says of published training runs, beside what was measured.
 
-    python bench/published.py --rows shared/published/training.csv [--json OUT] [--list] [--cross-validate]
+    python bench/published.py --rows training.csv [--json OUT] [--list] [--cross-validate]
 
 Prices every row at its own layout with the constants that ship with autopar, and prints by source, hardware and kind
 of model the error of step time and of peak memory; and for rows that differ only in layout, whether the order is
@@ -31,7 +31,7 @@ from published_rows import Run, read_runs
 
 from autopar.errors import AutoparError
 
-# Why the headline of a file like memory.csv has no step time (shared/published/README.md).
+# Why the headline of a file like memory.csv has no step time.
 _HOST_BOUND = "rows of memory tests time tiny models in deterministic mode, where the host decides: trust their memory, not their time"
 BY: tuple[tuple[str, Callable[[Run], str]], ...] = (
     ("kind", lambda run: run.kind),
@@ -343,7 +343,7 @@ def count_rows(path: Path) -> int:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
-    parser.add_argument("--rows", required=True, type=Path, help="a CSV as shared/published/training.csv")
+    parser.add_argument("--rows", required=True, type=Path, help="a CSV as training.csv")
     parser.add_argument(
         "--json", type=Path, help="write everything that is printed, and each row, to this file"
     )

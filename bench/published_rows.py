@@ -1,6 +1,6 @@
 """Rows of published measurements, as runs that the cost model can price.
 
-In:  a CSV shaped like shared/published/training.csv or memory.csv (which of the two: by its columns).
+In:  a CSV shaped like training.csv or memory.csv (which of the two: by its columns).
 Out: `read_runs(path)` -> ([Run], [(id, why it can't be priced)]); each row is in one of them.
 
     llama,8,H100,BF16,tp=1,FSDP2,mbs=2 ...  ->  Run(shape=TransformerShape(..), layout=Layout(dp=8, zero=3, mbs=2), ..)
@@ -271,7 +271,7 @@ class _Reader(LayoutReader):
             options.discard("force-balanced")
         experts = self.whole("experts") or family.get("experts", 0)
         if self.framework == "megatron-bridge" and experts and not {"sft", "lora"} & options:
-            options.add("force-balanced")  # shared/published/README.md
+            options.add("force-balanced")
         if re.match(r"mi\d|gaudi", self.cells.get("gpu", "").lower()):
             options.add("not-nvidia")
         return options

@@ -57,7 +57,7 @@ DEVICES = (
 # Devices of one node where the row doesn't say, else 4 for a TPU and 8 for others.
 PER_NODE = {"gb300": 4, "gb200": 4}
 
-# bf16 dense peak in TFLOP/s, to turn an MFU into a time; as shared/published/README.md and vendors' data sheets.
+# bf16 dense peak in TFLOP/s, to turn an MFU into a time; as vendors' data sheets.
 PEAK_TFLOPS = {
     "a100": 312, "a100-40g": 312, "h100": 989.5, "h200": 989.5, "h800": 989.5, "b200": 2250, "b300": 2250,
     "gb200": 2450, "gb300": 2450, "v100": 125, "mi300x": 1307, "mi325x": 1307, "l40s": 362,

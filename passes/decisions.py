@@ -86,7 +86,7 @@ def is_decision(text: str) -> bool:
     """Whether a constraint is about the layout (`tp=8`) rather than about shardings (`heads=tp`). No sharding is a
     number, so `tpp=8` is a decision too, which `parse_decisions` refuses."""
     name, *values = re.split(r"<=|>=|[<>=]", text, maxsplit=1)
-    return name.strip() in NAMES or (
+    return name.strip() in (*NAMES, "cuts") or (
         name.strip().isidentifier() and values[:1] != [] and values[0].strip().isdigit()
     )
 
@@ -100,6 +100,12 @@ def parse_decisions(fix: Sequence[str] = (), forbid: Sequence[str] = ()) -> Deci
 def _parse(text: str, forbids: bool) -> Word:
     where = "forbid" if forbids else "fix"
     match = re.fullmatch(r"\s*([A-Za-z_]+)\s*(<=|>=|=|<|>)\s*(\S+)\s*", text)
+    if match is not None and match[1] == "cuts":
+        raise UsageError(
+            f"{text!r}: where a pipeline is cut is found by the search, and cannot be fixed or forbidden",
+            where=where,
+            hint="pp=.. and vpp=.., or autopar estimate --layout with cuts=..",
+        )
     if match is None or match[1] not in NAMES:
         near = get_close_matches(re.split(r"[<>=]", text, maxsplit=1)[0].strip().lower(), NAMES, 1)
         raise UsageError(

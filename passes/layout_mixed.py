@@ -125,7 +125,7 @@ def search_mixed(space: Space, software: Software) -> Found | None:
     bounds = (micro * _load(space.workload.depth, parts) + outside) * (1 + share) + software.step_s
     best: Priced | None = None
     others: list[Alternative] = []
-    limit = float(max(pool.device.memory_bytes for pool in space.cluster.pools))
+    limit = float(max(pool.device.usable_bytes for pool in space.cluster.pools))
     turn = np.argsort(bounds, kind="stable")
     turn = turn[np.isfinite(bounds[turn])]
     cut: list[tuple[float, int, list[int]]] = []
@@ -213,7 +213,7 @@ def _load(depth: int, parts: list[_Part]) -> Array:
     stages together hold all layers, each no more than fit. Infinite where they do not fit at all."""
     seconds = [part.layer.sum(axis=1) for part in parts]
     rooms = [
-        np.clip(np.floor((part.pool.device.memory_bytes - part.fixed) / part.each), 0, depth)
+        np.clip(np.floor((part.pool.device.usable_bytes - part.fixed) / part.each), 0, depth)
         for part in parts
     ]
     low, high = np.zeros(len(seconds[0])), depth * np.maximum.reduce(seconds)
@@ -236,7 +236,7 @@ def _own(row: int, parts: list[_Part]) -> list[_Part]:
 def _cut(space: Space, row: int, parts: list[_Part]) -> tuple[float, list[int]] | None:
     """(seconds of the slowest stage per micro-batch, layers per stage); None if the layers do not fit."""
     own = _own(row, parts)
-    room = [(part.pool.device.memory_bytes - part.fixed[row]) / part.each[row] for part in own]
+    room = [(part.pool.device.usable_bytes - part.fixed[row]) / part.each[row] for part in own]
     seconds = np.array([part.layer[row].sum() for part in own])
     extra = np.zeros(len(own))
     extra[0] = own[0].ends[row, :2].sum()
@@ -269,7 +269,7 @@ def _price(
     times[OTHER] = software.step_s + share * (span + outside)
     fullest = max(
         range(len(own)),
-        key=lambda at: (own[at].fixed[row] + own[at].each[row] * cuts[at]) / own[at].pool.device.memory_bytes,
+        key=lambda at: (own[at].fixed[row] + own[at].each[row] * cuts[at]) / own[at].pool.device.usable_bytes,
     )
     held_by = own[fullest]
     memory = {

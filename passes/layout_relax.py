@@ -21,7 +21,8 @@ from autopar.cost.held import held
 from autopar.cost.layout_memory import layout_memory
 from autopar.cost.software import Software
 from autopar.errors import InfeasibleError
-from autopar.layout import OFFLOAD, SCHEDULES
+from autopar.layout import OFFLOAD, PRECISIONS, SCHEDULES
+from autopar.layout_check import runs_precision
 from autopar.passes.decisions import WORDS, Decisions, Word
 from autopar.passes.layout_search import Found, search_layouts
 from autopar.passes.layout_space import Space, divisors
@@ -29,6 +30,9 @@ from autopar.workload import Matmul
 
 _MOST_DROPPED = 3  # words that are dropped together at most, and the size of a clash that is looked for
 _ROWS = 20_000  # rows whose memory is counted at a time
+
+
+_SLACK = 1.02  # as much slower than the best are layouts that are priced to be told of
 
 
 def search_or_relax(
@@ -43,7 +47,7 @@ def search_or_relax(
     and the nearest relaxation."""
     try:
         return search_layouts(
-            space, software, objective=objective, limit_bytes=limit_bytes, progress=progress
+            space, software, objective=objective, limit_bytes=limit_bytes, slack=_SLACK, progress=progress
         )
     except InfeasibleError as error:
         if not space.decisions.words:
@@ -56,7 +60,7 @@ def relaxed(
 ) -> InfeasibleError:
     """`error` with the clash and the nearest relaxation; `error` itself where no constraint is to blame."""
     words = space.decisions.words
-    limit = float(limit_bytes or space.cluster.device.memory_bytes)
+    limit = float(limit_bytes or space.cluster.device.usable_bytes)
 
     def leaves(kept: Sequence[Word]) -> bool:
         return feasible(replace(space, decisions=Decisions(tuple(kept))), software, limit)
@@ -197,6 +201,9 @@ def _reasons(space: Space, fixed: dict[str, int]) -> Iterator[str]:
     yield from _schedule_reasons(space, fixed)
     if fixed.get("zero", 0) > 0 and ranks == 1 and cp == 1:
         yield f"zero={fixed['zero']} needs data ranks to split over, and dp * cp is 1"
+    precision, device = PRECISIONS[fixed.get("precision", 0)], space.cluster.device
+    if not runs_precision(precision, device):
+        yield f"precision={precision}: {device.name} has no such number format, it has {', '.join(device.peak_tflops)}"
     if fixed.get("offload", 0) > 0 and not space.cluster_offloads:
         yield f"offload={OFFLOAD[fixed['offload']]}: {space.cluster.device.name} names no bandwidth to its host"
 

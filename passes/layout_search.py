@@ -30,6 +30,7 @@ OBJECTIVES = ("time", "memory")
 _FIRST = 64  # cores whose layouts are priced first
 _EARLY = 4  # simulations before all rows are known
 SIMULATIONS = 100
+_NEARLY = 1.5  # times the limit: layouts beyond that are not worth telling of
 _LESS_MEMORY = 6 / 7  # of the limit: what `Found.top` is to answer for
 _STAGE_BOUNDS = 20_000
 ENOUGH = 1.001  # what could be faster by less is not simulated; the certificate says so
@@ -78,14 +79,14 @@ def search_layouts(
     slack: float = 1.0,
     progress: Callable[[str], None] | None = None,
 ) -> Found:
-    """The fastest layout of the space that fits in `limit_bytes` (default: the device's memory). `slack`:
+    """The fastest layout of the space that fits in `limit_bytes` (default: the device's `usable_bytes`). `slack`:
     layouts are priced whose bound is below so many times the best, more than the proof needs. `objective`: "memory"
     for the leanest instead, of equally lean ones the fastest.
 
     Raises InfeasibleError: nothing divides, or nothing fits, and what would.
     """
     tell = progress or (lambda _: None)
-    limit = float(limit_bytes or space.cluster.device.memory_bytes)
+    limit = float(limit_bytes or space.cluster.device.usable_bytes)
     cores = space.cores()
     if not len(cores):
         raise nothing_divides(space)
@@ -232,22 +233,22 @@ def _keys(grid: Grid, names: tuple[str, ...]) -> Array:
 
 
 def _alternatives(
-    grid: Grid, seconds: Array, memory: Array, limit: float, count: int = 12
+    grid: Grid, seconds: Array, memory: Array, limit: float, count: int = 8
 ) -> tuple[Alternative, ...]:
-    """The fastest layouts that differ in more than details, those that do not fit among them."""
-    turn = np.argsort(seconds, kind="stable")[:4000]
-    seen: set[tuple[int, ...]] = set()
+    """The fastest layouts that differ in more than details: `count` that fit, and half as many that are faster and do
+    not, of those that come nearest to it."""
+    fits = memory <= limit
+    near = ~fits & (memory <= _NEARLY * limit)
     found = []
-    for row in turn:
-        key = tuple(int(getattr(grid, name)[row]) for name in ("tp", "cp", "pp", "ep", "dp"))
-        if key in seen:
-            continue
-        seen.add(key)
-        found.append(
-            Alternative(grid.layout(row), float(seconds[row]), float(memory[row]), bool(memory[row] <= limit))
-        )
-        if len(found) == count:
-            break
+    for rows, wanted in ((np.flatnonzero(fits), count + 1), (np.flatnonzero(near), count // 2)):
+        seen: set[tuple[int, ...]] = set()
+        for row in rows[np.argsort(seconds[rows], kind="stable")[:4000]]:
+            key = tuple(int(getattr(grid, name)[row]) for name in ("tp", "cp", "pp", "ep", "dp"))
+            if key not in seen and len(seen) < wanted:
+                seen.add(key)
+                found.append(
+                    Alternative(grid.layout(row), float(seconds[row]), float(memory[row]), bool(fits[row]))
+                )
     return tuple(found)
 
 
@@ -319,7 +320,7 @@ def nothing_fits(space: Space, software: Software, limit: float) -> InfeasibleEr
     gib = 2**30
     return InfeasibleError(
         f"{space.workload.name} does not fit: the leanest layout needs {need / gib:.1f} GiB per device,"
-        f" a {space.cluster.device.name} has {limit / gib:.1f}",
+        f" a {space.cluster.device.name} may be given {limit / gib:.1f}",
         where=f"layout {leanest}",
         hint=f"at least {int(np.ceil(space.cluster.device_count * need / limit))} devices, or devices with more memory",
     )

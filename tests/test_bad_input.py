@@ -92,6 +92,10 @@ def one_thread() -> Iterator[None]:
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "models.py").write_text(MODELS)
     (tmp_path / "typo.yaml").write_text("device: h100\nnodez: 2\n")
+    for name, memory in (("infinite", "1e400 GiB"), ("points", "8.0.0 GiB"), ("huge", "1e40 GiB")):
+        text = f"device: {{base: h100, memory_bytes: {memory}}}\nnodes: 1\n"
+        (tmp_path / f"{name}.yaml").write_text(text)
+    (tmp_path / "escape.yaml").write_text('device: h100\nnodes: 1\nname: "x\\x1b[2J"\n')
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -168,6 +172,28 @@ COMMANDS: dict[str, tuple[tuple[str, ...], int, tuple[str, ...]]] = {
         2,
         ("100000 processes", "torchrun"),
     ),
+    "batch beyond all": (("plan", "smollm2-135m", "--batch=99999999999999999999"), 2, ("tokens per step", "try")),
+    "two precisions for the runtime": ((*PLAN, "--precision=fp32|bf16", "--cluster=cpu:2"), 2, ("fp32|bf16", "space='all'")),
+    "no precision": ((*PLAN, "--precision=", "--cluster=cpu:2"), 2, ("precision", "fp32, bf16")),
+    "cuts are not fixed": ((*PLAN, "--fix=cuts=3/4", "--cluster=h100:2"), 2, ("cuts=3/4", "--layout with cuts")),
+    "price of nobody's device": (
+        ("budget", "gpt2", "--tokens=1e9", "--clusters=h100:8", "--price=a100=2"), 2, ("a100 has a price", "h100"),
+    ),
+    "two prices": (
+        ("budget", "gpt2", "--tokens=1e9", "--price=h100=2", "--price=h100=3"), 2, ("two prices", "h100"),
+    ),
+    "price without device": (("budget", "gpt2", "--tokens=1e9", "--price==2"), 2, ("'=2' is no price", "h100=2.5")),
+    "currency": (("budget", "gpt2", "--tokens=1e9", "--price=h100=2", "--currency=euros"), 2, ("'euros'", "EUR")),
+    "cost that is none": (
+        ("budget", "gpt2", "--tokens=1e9", "--price=h100=2", "--max-cost=nan"), 2, ("nan is no cost", "above 0"),
+    ),
+    "precision of no cluster": (
+        ("budget", "gpt2", "--tokens=1e9", "--clusters=a100:8", "--precision=fp8"), 2, ("fp8", "a100 has", "bf16"),
+    ),
+    "memory beyond floats": ((*PLAN, "--cluster=infinite.yaml"), 3, ("1e400 GiB", "infinite.yaml:1", "GiB")),
+    "memory with two points": ((*PLAN, "--cluster=points.yaml"), 3, ("8.0.0 GiB", "points.yaml:1", "unit")),
+    "memory of no device": ((*PLAN, "--cluster=huge.yaml"), 3, ("less than or equal", "huge.yaml:1", "try")),
+    "name that writes to the terminal": ((*PLAN, "--cluster=escape.yaml"), 3, ("name", "escape.yaml:3", "try")),
     "diff of no plan": (("diff", "models.py", "models.py"), 7, ("not readable as JSON", "models.py")),
 }  # fmt: skip
 

@@ -108,5 +108,5 @@ def test_on_the_page_no_found_layout_is_slower_than_an_experts_that_fits() -> No
 
 
 def test_the_page_says_how_it_was_written_and_names_no_machine() -> None:
-    assert "`python bench/plans.py --rows shared/published/training.csv --check`" in PAGE
+    assert "`python bench/plans.py --rows training.csv --check`" in PAGE
     assert not re.search(r"/work/|/home/|/tmp/", PAGE)
