@@ -321,7 +321,9 @@ def failures(outcomes: Sequence[Outcome]) -> list[str]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
-    parser.add_argument("--rows", type=Path, required=True, help="the published runs (bench/published_rows.py)")
+    parser.add_argument(
+        "--rows", type=Path, required=True, help="the published runs (bench/published_rows.py)"
+    )
     parser.add_argument("--only", nargs="*", help="rows to compare (default: those of the page)")
     parser.add_argument(
         "--check", action="store_true", help="write docs/plans.md; fail where an expert's is faster"

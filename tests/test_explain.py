@@ -351,7 +351,7 @@ def test_a_model_that_fits_nowhere_blames_no_word() -> None:
         ("schedule=zbw", "zbv"),
         ("recompute<full", "word"),
         ("tp=4|x", "whole number"),
-        ("cuts=1/2", "NAME=VALUE"),
+        ("cuts=1/2", "--layout with cuts"),
         ("tp", "tp"),
         ("", "NAME=VALUE"),
     ],
