@@ -29,8 +29,9 @@ from autopar.passes.layout_space import Space
 OBJECTIVES = ("time", "memory")
 _FIRST = 64  # cores whose layouts are priced first
 _EARLY = 4  # simulations before all rows are known
-SIMULATIONS = 100
+SIMULATIONS = 24
 _NEARLY = 1.5  # times the limit: layouts beyond that are not worth telling of
+_SEES_LESS = 1.03  # slack from which rows that would fit in less memory are priced too
 _LESS_MEMORY = 6 / 7  # of the limit: what `Found.top` is to answer for
 _STAGE_BOUNDS = 20_000
 ENOUGH = 1.001  # what could be faster by less is not simulated; the certificate says so
@@ -96,7 +97,7 @@ def search_layouts(
     if not possible.any():
         raise nothing_fits(space, software, limit)
     cores, bounds, floor = cores.take(possible), bounds[possible], floor[possible]
-    pool = Pool(space, software, limit, 1.0 if slack == 1.0 else _LESS_MEMORY)
+    pool = Pool(space, software, limit, 1.0 if slack < _SEES_LESS else _LESS_MEMORY)
     settled = _Settled(space, software, limit)
     if objective == "memory":
         return _leanest(settled, pool, cores, floor)

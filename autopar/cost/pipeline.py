@@ -168,7 +168,7 @@ class Pipelines:
         extra = np.stack([(ends.first_f + ends.first_b)[rows], (ends.last_f + ends.last_b)[rows]], axis=-1)
         longest = layers.max(axis=-1, keepdims=True)
         keys = [g.pp[rows, None], g.vpp[rows, None], g.schedule[rows, None]]
-        keys += [np.rint(1000 * layers / longest), np.rint(100 * extra / longest)]
+        keys += [np.rint(1000 * layers / longest), np.rint(10 * extra / longest)]
         distinct, place = np.unique(
             np.concatenate(keys, axis=-1).astype(np.int64), axis=0, return_inverse=True
         )
@@ -198,23 +198,27 @@ class Pipelines:
 @lru_cache(maxsize=4096)
 def _cut(key: tuple[int, ...], counts: tuple[int, ...]) -> tuple[int, ...]:
     """The cut for stages, chunks, the code of a schedule, thousandths of the longest layer's seconds of each run of
-    layers, and hundredths of both ends'."""
+    layers, and tenths of both ends'."""
     stages, chunks, code, *layers, first, last = key
     if stages == 1:
         return (sum(counts),)
     runs = [(layer / 1000, count) for layer, count in zip(layers, counts, strict=True)]
     cut = partial(
         schedule.cut, runs, stages, chunks,
-        schedule=SCHEDULES[code], first_extra=first / 100, last_extra=last / 100, minimum=0,
+        schedule=SCHEDULES[code], first_extra=first / 10, last_extra=last / 10, minimum=0,
     )  # fmt: skip
-    # no rank holds more layers than the memory of a layout is counted with
+    best = cut()
+    # no rank may hold more layers than the memory of a layout is counted with
+    layout = Layout(pp=stages, vpp=chunks, schedule=SCHEDULES[code], cuts=best)
+    if overfull(layout, sum(counts)) == 1.0:
+        return best
     most = -(-sum(counts) // stages)
     try:
         return cut(memory=[1.0] * len(runs), limits=[float(most)] * stages)
     except (
         InfeasibleError
     ):  # of several chunks the search for a cut that keeps to it is no proof that there is none
-        return cut()
+        return best
 
 
 def overfull(layout: Layout, depth: int) -> float:
