@@ -29,12 +29,13 @@ from autopar.passes.layout_space import Space
 OBJECTIVES = ("time", "memory")
 _FIRST = 64  # cores whose layouts are priced first
 _EARLY = 4  # simulations before all rows are known
-SIMULATIONS = 24
+SIMULATIONS = 100
 _NEARLY = 1.5  # times the limit: layouts beyond that are not worth telling of
 _SEES_LESS = 1.03  # slack from which rows that would fit in less memory are priced too
 _LESS_MEMORY = 6 / 7  # of the limit: what `Found.top` is to answer for
 _STAGE_BOUNDS = 20_000
 ENOUGH = 1.001  # what could be faster by less is not simulated; the certificate says so
+THOROUGH, SOON = 12, 1.005  # after so many simulations what could be faster by less than that is not either
 TIED = 1.005  # of layouts as close as this, which no prediction can tell apart, the one with most memory free
 _HEADROOM = 0.9
 
@@ -165,7 +166,7 @@ class _Settled:
             bound = float(step(spans[index], rows).min())
             if bound >= self.best_s:
                 continue
-            if bound * ENOUGH >= self.best_s:
+            if bound * (ENOUGH if simulated < THOROUGH else SOON) >= self.best_s:
                 self.left = min(self.left, bound)
                 continue
             if found.grid.pp[index] > 1 and name not in self.spans:
