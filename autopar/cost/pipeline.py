@@ -22,7 +22,6 @@ from autopar.cost.layout_bound import OUTSIDE, step_of
 from autopar.cost.layout_memory import ACTIVATIONS, GRADIENTS, STATES, WEIGHTS
 from autopar.cost.layout_time import BUBBLE, OTHER, LayoutTime
 from autopar.cost.software import Software
-from autopar.errors import InfeasibleError
 from autopar.layout import SCHEDULES, Layout
 from autopar.workload import Workload
 
@@ -212,13 +211,12 @@ def _cut(key: tuple[int, ...], counts: tuple[int, ...]) -> tuple[int, ...]:
     layout = Layout(pp=stages, vpp=chunks, schedule=SCHEDULES[code], cuts=best)
     if overfull(layout, sum(counts)) == 1.0:
         return best
-    most = -(-sum(counts) // stages)
-    try:
-        return cut(memory=[1.0] * len(runs), limits=[float(most)] * stages)
-    except (
-        InfeasibleError
-    ):  # of several chunks the search for a cut that keeps to it is no proof that there is none
-        return best
+    ranks = schedule.placement(SCHEDULES[code], stages, chunks)
+    even = [sum(counts) // len(ranks)] * len(ranks)
+    for _ in range(sum(counts) - sum(even)):  # one layer more where the rank has fewest
+        held_layers = np.bincount(ranks, weights=np.array(even, dtype=float))
+        even[min(range(len(ranks)), key=lambda at: (held_layers[ranks[at]], even[at], at))] += 1
+    return tuple(even)
 
 
 def overfull(layout: Layout, depth: int) -> float:
