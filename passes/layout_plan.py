@@ -33,9 +33,9 @@ from autopar.passes.layout_search import Found
 from autopar.passes.layout_sensitivity import steadier
 from autopar.passes.layout_space import Space
 from autopar.passes.placement import solve
-from autopar.passes.plan_writer import axes_of, block_part, state_of, version_of
+from autopar.passes.plan_writer import axes_of, block_part, head_of, state_of
 from autopar.passes.propagate import check_fixed
-from autopar.plans import Alternative, DataPart, ModelPart, Plan, PredictedPart, fingerprint
+from autopar.plans import Alternative, DataPart, Plan, PredictedPart
 from autopar.problem import Problem, Solution
 from autopar.program import Program
 from autopar.sharding import Sharding
@@ -181,15 +181,7 @@ def write_layout_plan(
     moments = timeline(workload, layout, cluster, load_software(software), batch)
     return Plan.model_validate(
         {
-            "autopar_version": version_of(),
-            "model": ModelPart(
-                name=program.name,
-                fingerprint=fingerprint(program),
-                parameters=program.parameter_count,
-                task=task,
-            ),
-            "cluster": cluster.to_dict(),
-            "mesh": str(mesh),
+            **head_of(program, cluster, mesh, task),
             "data": DataPart(batch=batch, seq=workload.seq, micro_batches=batch // (layout.dp * layout.mbs)),
             "precision": layout.precision,
             "recompute": layout.recompute,

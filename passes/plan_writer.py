@@ -81,15 +81,7 @@ def write_plan(
     flops = 3 * model_flops(problem) * winner.micro_batches
     return Plan.model_validate(
         {
-            "autopar_version": version_of(),
-            "model": ModelPart(
-                name=program.name,
-                fingerprint=fingerprint(program),
-                parameters=program.parameter_count,
-                task=task,
-            ),
-            "cluster": cluster.to_dict(),
-            "mesh": str(mesh),
+            **head_of(program, cluster, mesh, task),
             "data": DataPart(batch=batch, seq=seq, micro_batches=winner.micro_batches),
             "precision": precision,
             "recompute": winner.recompute,
@@ -135,6 +127,21 @@ def on_mesh(solution: Solution, mesh: Mesh) -> Solution:
     }
     shardings = {name: spelled(sharding) for name, sharding in solution.shardings.items()}
     return Solution(choices, shardings, solution.cost_s, solution.objective_s)
+
+
+def head_of(program: Program, cluster: Cluster, mesh: Mesh, task: str) -> dict[str, object]:
+    """The first fields of every plan: what it is of, and for."""
+    return {
+        "autopar_version": version_of(),
+        "model": ModelPart(
+            name=program.name,
+            fingerprint=fingerprint(program),
+            parameters=program.parameter_count,
+            task=task,
+        ),
+        "cluster": cluster.to_dict(),
+        "mesh": str(mesh),
+    }
 
 
 def version_of() -> str:
