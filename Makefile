@@ -3,7 +3,7 @@ PYTHON ?= python3.11
 BIN := .venv/bin
 SMOLLM2 := .cache/smollm2
 
-.PHONY: demo test lint acceptance bench published clean
+.PHONY: demo test lint acceptance bench published zoo clean
 
 .venv: .venv/installed
 
@@ -41,6 +41,10 @@ bench: .venv
 published: .venv
 	$(BIN)/python bench/published.py --rows $(ROWS)
 	$(BIN)/python bench/plans.py --rows $(ROWS) --check
+
+# Every architecture through capture, planning and sharded runs; writes docs/zoo.md, which says how long it takes.
+zoo: .venv
+	$(BIN)/python bench/zoo.py --jobs 2
 
 clean:
 	rm -rf .venv .cache build *.egg-info

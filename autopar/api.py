@@ -12,6 +12,7 @@ for batch in batches:
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,8 +29,12 @@ from autopar.layout_check import filled
 from autopar.mesh import Mesh
 from autopar.models.model_source import ModelSource
 from autopar.models.source import find_model
+from autopar.nested import flat_inputs, map_inputs, map_named
 from autopar.passes.axes import name_axes
 from autopar.passes.capture import capture
+from autopar.passes.check import check
+from autopar.passes.combinations import AXES as MESH_AXES
+from autopar.passes.combinations import mesh_of
 from autopar.passes.decisions import is_decision, parse_decisions
 from autopar.passes.describe import describe
 from autopar.passes.layout_plan import layout_words, plan_layout
@@ -42,12 +47,12 @@ from autopar.passes.search import search
 from autopar.plans import Plan, fingerprint
 from autopar.pricing_page import Pricing, price_layout
 from autopar.problem import Problem
-from autopar.program import Program
+from autopar.program import Program, batch_dim, batch_of, tensor_info
 from autopar.runtime.checkpoint import load_checkpoint, read_about, save_checkpoint
 from autopar.runtime.generate import NextToken
 from autopar.runtime.groups import join_mesh
 from autopar.runtime.model import RankModel
-from autopar.runtime.store import ParameterStore
+from autopar.runtime.store import Entry, ParameterStore
 from autopar.runtime.trainer import StepResult, Trainer
 from autopar.workload import Workload, check_sizes
 
@@ -146,6 +151,8 @@ def plan(
     else:
         if fixed_mesh is not None:
             check_fixed(problem, fixed_mesh, words)
+        if prepared.program.fixed:
+            micro_batches = _one_micro_batch(prepared.program, micro_batches)
         tell("searching")
         found = search(
             prepared.program,
@@ -288,6 +295,10 @@ class Compiled:
         )
         self._trainer: Trainer | None = None
 
+    def on_rank(self) -> Compiled:
+        """The same, not yet started: for each of several ranks in one process (`autopar.runtime.simulate`)."""
+        return Compiled(self.plan, self._source, self.rank_program, self._use_compile)
+
     def start(
         self,
         *,
@@ -335,8 +346,14 @@ class Compiled:
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
-        """This rank's share of every parameter, by name."""
+        """This rank's share of every parameter, by name of the program's state: of a packed parameter (fused query,
+        key and value) one per piece, `h.0.attn.c_attn.weight[:, 0:64]`."""
         return self.trainer.model.store.parameters
+
+    @property
+    def parameter_names(self) -> tuple[str, ...]:
+        """The model's own names of the parameters it trains or reads here: those `whole_gradient` takes."""
+        return tuple(self.trainer.model.store.parts)
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -361,10 +378,13 @@ class Compiled:
     def whole_gradient(self, name: str) -> Tensor:
         """The unsharded gradient of a parameter, after `trainer.gradients(batch)`. All ranks must call it."""
         store = self.trainer.model.store
-        gradient = store.entries[name].parameter.grad
-        return store.whole(
-            name, torch.zeros_like(store.entries[name].parameter) if gradient is None else gradient
-        )
+        if name in store.entries and name not in store.parts:  # a piece of a packed parameter
+            return store.whole(name, _gradient_of(store.entries[name]))
+        if name not in store.parts:
+            raise UsageError(
+                f"the program has no parameter {name!r}", hint=f"a name such as {next(iter(store.parts))}"
+            )
+        return store.whole_parameter(name, _gradient_of)
 
     def save(self, folder: str | Path) -> None:
         """Save parameters, optimizer and step as whole tensors. All ranks must call it."""
@@ -425,12 +445,20 @@ class _Form:
 
     def of_batch(self, batch: int) -> dict[str, Any]:
         """The same inputs for another number of sequences."""
-        return {
-            name: value.new_empty((batch, *value.shape[1:]))
-            if isinstance(value, Tensor) and value.dim()
-            else value
-            for name, value in self.inputs.items()
-        }
+        return map_named(self.inputs, lambda name, value: self._resized(name, value, batch))
+
+    def _resized(self, name: str, value: Any, batch: int) -> Any:
+        if not isinstance(value, Tensor) or not value.dim() or batch == self.batch:
+            return value
+        dim = batch_dim(name, tuple(value.shape))
+        size, rest = divmod(value.shape[dim] * batch, self.batch)
+        if rest:
+            raise UsageError(
+                f"{name} has {value.shape[dim]} rows for {self.batch} sequences, which cannot be cut to {batch} of them",
+                hint="the same number of images (or patches) for every sequence",
+            )
+        copies = -(-size // value.shape[dim])
+        return torch.cat([value] * copies, dim).narrow(dim, 0, size)
 
 
 @dataclass(frozen=True)
@@ -472,24 +500,33 @@ def _form(
         with torch.device("meta"):
             inputs: Mapping[str, Any] = source.example_inputs(batch or 8, seq or 128)
     else:
-        inputs = {
-            name: value.to("meta") if isinstance(value, Tensor) else value
-            for name, value in _by_name(source, example_inputs).items()
-        }
-    tensors = [value for value in inputs.values() if isinstance(value, Tensor) and value.dim()]
+        inputs = map_inputs(
+            _by_name(source, example_inputs),
+            # integers keep their values: those of grids decide shapes
+            lambda value: (
+                value.to("meta") if isinstance(value, Tensor) and value.is_floating_point() else value
+            ),
+        )
+    flat = flat_inputs(inputs)
+    tensors = [value for value in flat.values() if isinstance(value, Tensor) and value.dim()]
     if not tensors:
         raise UsageError(
             "the example inputs hold no tensor with a batch dim", hint="{'input_ids': ..., 'labels': ...}"
         )
-    found = int(tensors[0].shape[0])
+    infos = {
+        name: info for name, value in flat.items() if (info := tensor_info(value)) is not None and info.shape
+    }
+    found = batch_of(infos)
+    assert found is not None
     odd = [
         name
-        for name, value in inputs.items()
-        if isinstance(value, Tensor) and value.dim() and value.shape[0] != found
-    ]
+        for name, info in infos.items()
+        if info.shape[batch_dim(name, info.shape)] % found
+        or (name in ("input_ids", "labels", "attention_mask") and info.shape[0] != found)
+    ]  # there may be several images for a sequence
     if odd:
         raise UsageError(
-            f"the example inputs have different batch sizes: {odd[0]} has {inputs[odd[0]].shape[0]}, another {found}"
+            f"the example inputs have different batch sizes: {odd[0]} has {flat[odd[0]].shape[0]}, another {found}"
         )
     ids = [value for value in tensors if value.dim() == 2 and not value.is_floating_point()]
     form = _Form(inputs, found, int(ids[0].shape[1]) if ids else 1)  # without token ids, a row counts as one
@@ -508,17 +545,18 @@ def _mesh(mesh: str | Mesh | None, devices: int) -> Mesh | None:
         raise UsageError(error.what, where=error.where, hint=error.hint) from None
     if not given:
         raise UsageError(f"mesh {mesh!r} names no axis", hint="a form such as 'dp=2,tp=4'")
-    unknown = set(given) - {"dp", "fsdp", "tp"}
+    unknown = set(given) - set(MESH_AXES)
     if unknown:
-        raise UsageError(f"mesh {mesh}: unknown axis {sorted(unknown)[0]!r}", hint="axes dp, fsdp and tp")
-    rest = given.get("fsdp", 1) * given.get("tp", 1)
+        raise UsageError(
+            f"mesh {mesh}: unknown axis {sorted(unknown)[0]!r}", hint=f"axes among {', '.join(MESH_AXES)}"
+        )
+    rest = math.prod(size for axis, size in given.items() if axis != "dp")
     if "dp" not in given and devices % rest:
         raise UsageError(
             f"mesh {mesh}: {rest} does not divide the {devices} devices of the cluster",
             hint="sizes whose product does",
         )
-    sizes = {"dp": given.get("dp", devices // rest), "fsdp": given.get("fsdp", 1), "tp": given.get("tp", 1)}
-    full = Mesh.of(sizes)
+    full = mesh_of(**{"dp": devices // rest, **given})
     if full.device_count != devices:
         raise UsageError(
             f"mesh {full} has {full.device_count} devices, the cluster {devices}",
@@ -562,8 +600,26 @@ def _lower(source: ModelSource, form: _Form, plan: Plan, tell: Progress) -> Rank
         form.of_batch(form.batch // plan.data.micro_batches), form.batch // plan.data.micro_batches, form.seq
     )
     prepared = _prepare(source, micro, plan.precision, tell)
+    if prepared.program.fixed:
+        _one_micro_batch(prepared.program, plan.data.micro_batches)
     found = fingerprint(prepared.program)
     if found != plan.model.fingerprint:
+        if plan.data.micro_batches > 1 and fingerprint(
+            _prepare(source, form, plan.precision, tell).program
+        ) == (plan.model.fingerprint):
+            raise PlanError(
+                f"{source.name} has other ops for a micro-batch of {micro.batch} than for the batch of {form.batch}: it goes "
+                "through its images one by one",
+                where="plan.data.micro_batches",
+                hint="micro_batches=1, and smaller batches",
+            )
+        if (plan.model.name, plan.model.parameters) == (source.name, prepared.program.parameter_count):
+            raise PlanError(
+                f"the plan is for {source.name} as autopar {plan.autopar_version} captured it; it has other ops now, or "
+                "its parameters are cut into other pieces",
+                where="plan.model.fingerprint",
+                hint="a new plan",
+            )
         raise PlanError(
             f"the plan is for another model: {plan.model.name} with {plan.model.parameters:,} parameters, "
             f"this is {source.name} with {prepared.program.parameter_count:,}",
@@ -573,11 +629,30 @@ def _lower(source: ModelSource, form: _Form, plan: Plan, tell: Progress) -> Rank
     tell("lowering")
     solution = solution_of(plan, prepared.problem)
     try:
-        return lower(prepared.program, prepared.problem, solution, mesh)
+        lowered = lower(prepared.program, prepared.problem, solution, mesh)
     except ShardingError as error:  # the search makes no such plan: it was edited, or is of another version
         raise PlanError(
             f"the plan cannot be run: {error.what}", where=f"plan.blocks, {error.where}", hint="a new plan"
         ) from error
+    check(lowered)
+    return lowered
+
+
+def _gradient_of(entry: Entry) -> Tensor:
+    gradient = entry.parameter.grad
+    return torch.zeros_like(entry.parameter) if gradient is None else gradient
+
+
+def _one_micro_batch(program: Program, micro_batches: int | None) -> int:
+    """A program with an input's values in it is of one size of batch: with fewer images it would have other ops."""
+    if micro_batches is not None and micro_batches > 1:
+        raise UsageError(
+            f"{', '.join(program.fixed)} of the whole batch decides what is computed; {micro_batches} micro-batches would "
+            "each compute something else",
+            where="micro_batches",
+            hint="micro_batches=1, and smaller batches",
+        )
+    return 1
 
 
 def _state_of(module: nn.Module, constants: Mapping[str, Tensor]) -> dict[str, Tensor]:

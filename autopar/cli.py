@@ -7,10 +7,11 @@
     autopar budget MODEL --tokens 15e12 --deadline 60d --price h100=2.5
     autopar train MODEL --cluster cpu:4 --steps 30
     autopar generate MODEL "The capital of France is" --processes 2
+    autopar verify MODEL --cluster cpu:4 --plan plan.json
 
 Standard output is the result (with --json, JSON and nothing else); progress and errors go to standard error. Exit
 codes: 0 done; 2 the request cannot be understood; 3 cluster; 4 model; 5 sharding or constraint; 6 no plan fits;
-7 plan file; 8 training; 1 anything else.
+7 plan file; 8 training; 9 a sharded step differs from the unsharded one; 1 anything else.
 """
 
 from __future__ import annotations
@@ -547,6 +548,54 @@ def generate(
         return
     with _results() as tell_result:
         generate_rank(model, prompts, max_new_tokens, processes, tokenizer, as_json, tell_result)
+
+
+@app.command()
+def verify(
+    model: ModelArgument,
+    cluster: Annotated[
+        str,
+        typer.Option("--cluster", "-c", help="how many ranks, as cpu:4 (with --plan, the plan's mesh at 2)"),
+    ] = "cpu:4",
+    plan_file: Annotated[
+        Path | None, typer.Option("--plan", help="check this plan's placement instead of one made here")
+    ] = None,
+    mesh: MeshOption = None,
+    fix: FixOption = None,
+    batch: Annotated[int | None, typer.Option("--batch", min=1, help="sequences (default 8)")] = None,
+    seq: Annotated[int | None, typer.Option("--seq", min=1, help="tokens per sequence (default 16)")] = None,
+    shrink: Annotated[
+        bool,
+        typer.Option("--shrink/--no-shrink", help="check a tiny copy of a Transformers model, or itself"),
+    ] = True,
+    tolerance: Annotated[
+        float, typer.Option("--tolerance", min=0.0, help="the largest relative error that passes")
+    ] = 1e-4,
+    seed: Annotated[int, typer.Option("--seed", help="of the random weights")] = 0,
+    as_json: JsonOption = False,
+    quiet: QuietOption = False,
+) -> None:
+    """Check loss, gradients and an optimizer step of MODEL sharded against unsharded; exit code 9 if they differ."""
+    from autopar.commands import verify_here
+
+    with _results() as tell_result, _progress(quiet) as tell:
+        passed = verify_here(
+            model,
+            cluster,
+            as_json=as_json,
+            tell_result=tell_result,
+            plan=plan_file,
+            mesh=mesh,
+            fix=fix or (),
+            batch=batch,
+            seq=seq,
+            shrink=shrink,
+            tolerance=tolerance,
+            seed=seed,
+            progress=tell,
+        )
+    if not passed:
+        raise typer.Exit(9)
 
 
 @app.command()

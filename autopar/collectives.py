@@ -26,6 +26,13 @@ def _all_reduce(tensor: Tensor, group: str, kind: str = "sum") -> Tensor:
     return result
 
 
+def sum_over(tensor: Tensor, groups: list[str]) -> Tensor:
+    """Summed over each group; no gradient goes through (inside of a Function, or of what has none)."""
+    for group in groups:
+        tensor = _all_reduce(tensor, group)
+    return tensor
+
+
 def _all_gather(tensor: Tensor, dim: int, group: str, size: int) -> Tensor:
     gathered = c10d.wait_tensor(c10d.all_gather_into_tensor(tensor.contiguous(), size, group))
     if dim == 0:
@@ -175,6 +182,11 @@ def scaled_sum(tensor: Tensor, ways: int) -> Tensor:
     return tensor / ways
 
 
+def place_of(major: Tensor, size: int, minor: Tensor) -> Tensor:
+    """A rank's place among the pieces that two axes make of one loop, `size` pieces by the minor one."""
+    return major * size + minor
+
+
 def vocab_embedding(
     weight: Tensor,
     ids: Tensor,
@@ -196,9 +208,9 @@ def vocab_embedding(
     return rows * mine.unsqueeze(-1).to(rows.dtype)
 
 
-class _CrossEntropySum(Function):
-    """Sum of token losses, with the vocabulary whole (`group` None) or split over `group`; then the result is whole
-    on the group.
+class _CrossEntropy(Function):
+    """The loss of every token, with the vocabulary whole (no `groups`) or split over them; then the result is whole on
+    the groups.
 
     loss = log sum exp(logits) - (1 - s) logits[label] - s mean(logits), s the label smoothing. The gradient is
     softmax(logits) - (1 - s) onehot(label) - s / vocabulary, locally.
@@ -212,7 +224,7 @@ class _CrossEntropySum(Function):
         ctx: Any,
         logits: Tensor,
         labels: Tensor,
-        group: str | None,
+        groups: list[str],
         size: int,
         rank: Tensor | None,
         ignore: int,
@@ -222,7 +234,9 @@ class _CrossEntropySum(Function):
         width = logits.shape[-1]
 
         def over_vocabulary(tensor: Tensor, kind: str = "sum") -> Tensor:
-            return tensor if group is None else _all_reduce(tensor, group, kind)
+            for group in groups:
+                tensor = _all_reduce(tensor, group, kind)
+            return tensor
 
         # One tensor of the logits' size is made, and becomes the softmax in place: with a large vocabulary each more
         # would be most of a rank's memory.
@@ -240,7 +254,7 @@ class _CrossEntropySum(Function):
             losses = losses - smooth * over_vocabulary(logits.sum(-1, dtype=exact)) / (width * size)
         ctx.save_for_backward(softmax, index, mine, counted)
         ctx.smooth, ctx.vocabulary, ctx.dtype = smooth, width * size, logits.dtype
-        return torch.where(counted, losses, torch.zeros_like(losses)).sum()
+        return torch.where(counted, losses, torch.zeros_like(losses))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
@@ -260,20 +274,24 @@ def split_cross_entropy(
     reduction: str,
     label_smoothing: float,
     token_groups: list[str],
-    vocab_group: str | None,
+    vocab_groups: list[str],
     vocab_size: int,
     vocab_rank: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Cross-entropy of this rank's tokens [..., vocabulary (/ n)] and labels [...].
 
-    Returns this rank's share of the loss, a partial sum over `token_groups` and whole over `vocab_group`, and the
-    number of counted labels of all ranks. A mean divides by that number: ranks may have unequal numbers of ignored
-    labels, so a mean of means would be wrong. Without any counted label the mean is NaN, as torch's is.
+    Returns this rank's share of the loss, a partial sum over `token_groups` and whole over `vocab_groups` (with
+    reduction "none" the tokens' own losses), and the number of counted labels of all ranks. A mean divides by that
+    number: ranks may have unequal numbers of ignored labels, so a mean of means would be wrong. Without any counted
+    label the mean is NaN, as torch's is.
     """
-    total: Tensor = _CrossEntropySum.apply(  # type: ignore[no-untyped-call]
-        logits, labels, vocab_group, vocab_size, vocab_rank, ignore_index, label_smoothing
+    losses: Tensor = _CrossEntropy.apply(  # type: ignore[no-untyped-call]
+        logits, labels, vocab_groups, vocab_size, vocab_rank, ignore_index, label_smoothing
     )
-    count = (labels != ignore_index).sum().to(total.dtype)
+    count = (labels != ignore_index).sum().to(losses.dtype)
+    if reduction == "none":
+        return losses.to(logits.dtype), count
+    total = losses.sum()
     for group in token_groups:
         count = _all_reduce(count, group)
     return total / count if reduction == "mean" else total, count

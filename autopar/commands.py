@@ -6,7 +6,7 @@ import json
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from autopar.plans import Plan
 from autopar.runtime.checkpoint import has_checkpoint
 from autopar.runtime.generate import check_prompts, generate
 from autopar.runtime.groups import leave, wait_for_all
+from autopar.verify import verify
 
 
 @dataclass(frozen=True)
@@ -209,6 +210,18 @@ def generate_rank(
         wait_for_all()
     finally:
         leave()
+
+
+def verify_here(
+    model: str, cluster: str, *, as_json: bool, tell_result: Callable[[str], None], **options: Any
+) -> bool:
+    """Tell what `verify` finds; whether it passed."""
+    found = verify(model, cluster, **options)
+    if as_json:
+        tell_result(json.dumps({**asdict(found), "passed": found.passed}))
+    else:
+        tell_result(found.page())
+    return found.passed
 
 
 def _stop_tokens(source: ModelSource, words: Any) -> frozenset[int]:

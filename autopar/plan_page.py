@@ -23,8 +23,8 @@ def page(plan: Plan) -> str:
 
 
 def _lines(plan: Plan) -> Iterator[str]:
-    mesh, data, predicted = plan.parsed_mesh, plan.data, plan.predicted
-    local = data.batch // mesh.size("dp", "fsdp") // data.micro_batches
+    data, predicted = plan.data, plan.predicted
+    local = plan.parsed_layout.mbs
     yield f"model     {plan.model.name}, {plan.model.parameters:,} parameters, {plan.model.task}"
     yield f"cluster   {_cluster_line(plan)}"
     if plan.layout is not None:

@@ -37,7 +37,7 @@ from autopar.sharding import Sharding
 from autopar.workload import MOST_TOKENS, Workload
 
 VERSION = 1
-MESH_AXES = ("dp", "fsdp", "tp")  # what the runtime of this version runs
+MESH_AXES = ("dp", "fsdp", "tp")  # of a plan without a layout; ep and cp between them where larger than 1
 ALL_AXES = (
     "pp",
     "dp",
@@ -173,7 +173,7 @@ class Plan(_Part):
     def _consistent(self) -> Plan:
         """What types cannot say: the mesh fits the cluster, shardings parse, use its axes and divide."""
         mesh = self.parsed_mesh
-        expected = MESH_AXES if self.layout is None else tuple(self.parsed_layout.mesh_sizes())
+        expected = self._runtime_axes(mesh) if self.layout is None else tuple(self.parsed_layout.mesh_sizes())
         if mesh.names != expected:
             raise PlanError(
                 f"mesh {self.mesh!r} has the axes {', '.join(mesh.names)}",
@@ -194,7 +194,8 @@ class Plan(_Part):
             raise PlanError(f"zero is {self.zero}, a plan without a layout has 0 or 3", where="zero")
         if self.layout is not None:
             mesh = self._with_layout(mesh)
-        ways = mesh.size("dp", "fsdp") * self.data.micro_batches
+        experts = mesh.sizes.get("ep", 1) if self.layout is None else 1
+        ways = mesh.size("dp", "fsdp") * experts * self.data.micro_batches
         if self.data.batch % ways:
             raise PlanError(
                 f"batch {self.data.batch} does not divide by dp*fsdp*micro_batches = {ways}",
@@ -215,6 +216,11 @@ class Plan(_Part):
         if self.workload is not None:
             self._check_layout(self.parsed_workload)
         return self
+
+    @staticmethod
+    def _runtime_axes(mesh: Mesh) -> tuple[str, ...]:
+        extra = [axis for axis in ("ep", "cp") if mesh.sizes.get(axis, 1) > 1]
+        return (*MESH_AXES[:-1], *extra, MESH_AXES[-1])
 
     def _check_layout(self, workload: Workload) -> None:
         """The layout can run the workload on the cluster."""
@@ -271,10 +277,12 @@ class Plan(_Part):
             except UsageError as error:
                 raise PlanError(error.what, where="layout", hint=error.hint) from None
         sizes = self.parsed_mesh.sizes
-        data = sizes["dp"] * sizes["fsdp"]
+        data = sizes["dp"] * sizes["fsdp"] * sizes.get("ep", 1)
         return Layout(
             dp=data,
             tp=sizes["tp"],
+            cp=sizes.get("cp", 1),
+            ep=sizes.get("ep", 1),
             zero=self.zero,
             shard=sizes["fsdp"] if sizes["dp"] > 1 and self.zero == 3 else 0,
             mbs=self.data.batch // data // self.data.micro_batches,
@@ -297,17 +305,20 @@ class Plan(_Part):
     def why_not_run(self) -> str | None:
         """What of this plan the runtime of this version does not run, or None."""
         layout = self.parsed_layout
+        whole = (
+            self.layout is not None
+        )  # a plan of the whole space, and not of what the runtime was asked for
         wants = [
             text
             for needed, text in (
                 (layout.pp > 1, f"pp={layout.pp}"),
-                (layout.cp > 1, f"cp={layout.cp}"),
-                (layout.ep * layout.etp > 1, f"ep={layout.ep}, etp={layout.etp}"),
+                (whole and layout.cp > 1, f"cp={layout.cp}"),
+                (whole and layout.ep * layout.etp > 1, f"ep={layout.ep}, etp={layout.etp}"),
                 (layout.zero in (1, 2), f"zero={layout.zero}"),
                 (layout.recompute == "selective", "recompute=selective"),
                 (layout.offload != "none", f"offload={layout.offload}"),
                 (layout.precision not in ("fp32", "bf16"), f"precision={layout.precision}"),
-                (self.layout is not None, "its own shardings"),
+                (whole, "its own shardings"),
             )
             if needed
         ]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from autopar.sharding import Sharding, Use, bytes_of
@@ -45,11 +45,52 @@ class TensorInfo:
 
 
 @dataclass(frozen=True)
+class Piece:
+    """A range of one dim of a packed parameter of the model. `shape`: of the whole parameter.
+
+    A state that is a piece is named as Python would take it: `h.0.attn.c_attn.weight[:, 64:128]`.
+    """
+
+    parameter: str
+    dim: int
+    start: int
+    stop: int
+    shape: tuple[int, ...]
+
+    @property
+    def name(self) -> str:
+        return f"{self.parameter}[{':, ' * self.dim}{self.start}:{self.stop}]"
+
+
+@dataclass(frozen=True)
 class StateInfo(TensorInfo):
-    """A parameter, buffer or constant of the model. `trainable` parameters get gradients and optimizer state."""
+    """A parameter, buffer or constant of the model, or a piece of a packed parameter (see `passes/unpack.py`).
+    `trainable` parameters get gradients and optimizer state."""
 
     kind: str = "parameter"  # or "buffer", "constant"
     trainable: bool = False
+    piece: Piece | None = None
+
+    def source(self, name: str) -> str:
+        """The model's own name of what the state called `name` is, or is a piece of."""
+        return self.piece.parameter if self.piece else name
+
+    @property
+    def source_shape(self) -> tuple[int, ...]:
+        return self.piece.shape if self.piece else self.shape
+
+    def take(self, whole: torch.Tensor) -> torch.Tensor:
+        """This state out of the model's whole tensor: a view of the piece, or all of it."""
+        if self.piece is None:
+            return whole
+        return whole.narrow(self.piece.dim, self.piece.start, self.piece.stop - self.piece.start)
+
+    def named(self, name: str) -> StateInfo:
+        """The same state of another layer, where it is called `name`."""
+        if self.piece is None:
+            return self
+        suffix = self.piece.name.removeprefix(self.piece.parameter)
+        return replace(self, piece=replace(self.piece, parameter=name.removesuffix(suffix)))
 
 
 @dataclass(frozen=True)
@@ -95,6 +136,7 @@ class Program:
 
     `inputs`: the names of the model's tensor inputs (values). `outputs`: name -> value; a training program has
     `loss`. `tied`: alias -> the state name that stands for it. `notes`: what capture had to decide or leave out.
+    `fixed`: inputs whose values are constants of the program: a batch with other values is not for it.
     """
 
     name: str
@@ -106,6 +148,7 @@ class Program:
     tied: Mapping[str, str] = field(default_factory=dict)
     constants: Mapping[str, torch.Tensor] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    fixed: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
     @property
     def multiplicity(self) -> Counter[str]:
@@ -197,6 +240,19 @@ def op_name(node: Node) -> str:
 def node_info(node: Node) -> TensorInfo | None:
     """Shape and dtype of a node's (single) tensor result, from `meta["val"]`; None for other results."""
     return tensor_info(node.meta.get("val"))
+
+
+def batch_of(inputs: Mapping[str, TensorInfo]) -> int | None:
+    """The number of sequences (or images) in a batch: of token ids and labels, where there are any. Pixels of all
+    images may lie one after another, with another number of rows."""
+    named = [inputs[name] for name in ("input_ids", "decoder_input_ids", "labels") if name in inputs]
+    firsts = [info.shape[0] for info in (*named, *inputs.values()) if info.shape]
+    return firsts[0] if firsts else None
+
+
+def batch_dim(name: str, shape: tuple[int, ...]) -> int:
+    """Which dim of an input counts sequences: the first, except of positions in several directions [3, batch, seq]."""
+    return 1 if name.endswith("position_ids") and len(shape) == 3 else 0
 
 
 def tensor_info(value: object) -> TensorInfo | None:

@@ -90,7 +90,7 @@ def with_dropout_off(config: Any) -> Any:
         if hasattr(value, "to_dict") and hasattr(value, "model_type"):
             setattr(config, name, with_dropout_off(value))
         elif "drop" in name and isinstance(value, int | float) and not isinstance(value, bool) and value <= 1:
-            setattr(config, name, 0.0)
+            setattr(config, name, type(value)(0))
     return config
 
 

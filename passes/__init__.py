@@ -1,7 +1,7 @@
 """The passes, in order. Each is a function in a file of its name, from values to new values.
 
-fold        model -> shortened copy without storage       passes/fold.py
-capture     module, inputs -> Program                      passes/capture.py (calls fold, normalize, partition)
+fold        model -> copy without storage, fewer layers     passes/fold.py (boundary: marks and stand-ins of layers)
+capture     module, inputs -> Program                      passes/capture.py (calls fold, normalize, segments, partition)
 axes        Program -> Program with named axes, Axes       passes/axes.py
 problem     Program, Axes -> Problem                       passes/problem.py
 propagate   Problem, constraints -> Problem                passes/propagate.py

@@ -15,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from autopar.program import Program, node_info
+from autopar.program import Program, batch_dim, batch_of, node_info
 from autopar.rules import operand_nodes, rule_of_node
 from autopar.rules.rule import Dims, Rule
 
@@ -84,9 +84,13 @@ def name_axes(program: Program) -> tuple[Program, Axes]:
                 if parent is not None and isinstance(index, int):
                     _join_dims(union, block.name, str(source), node.name, parent.results[index])
     _join_interfaces(program, union)
+    batch = batch_of(program.inputs)
     for name, info in program.inputs.items():
-        for dim, label in enumerate(("batch", "sequence")[: len(info.shape)]):
-            if dim == 0 or (not info.is_float and len(info.shape) == 2):
+        first = batch_dim(name, info.shape)
+        for dim, label in enumerate(("batch", "sequence")[: len(info.shape)], first):
+            if dim == first and info.shape[dim] != batch:
+                hints.append((("value", name, str(dim)), "patches"))  # rows of all images, one after another
+            elif dim == first or (not info.is_float and len(info.shape) == 2):
                 hints.append((("value", name, str(dim)), label))
     names = _choose_names(program, union, hints)
     return _annotated(program, union, names, rules)

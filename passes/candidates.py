@@ -5,9 +5,11 @@ Out: Candidates: a choice per mesh axis, with the uses of the operands and the s
 
 The data axes (`dp`, `fsdp`) act together: on an op they split its `batch` loop, where it has one that divides. (An op
 that repeats the batch on every data rank would only save the reduction of its gradients; that is what a mesh with
-fewer data ranks is for, and nobody who asks for dp=2 expects it.) `tp` takes any loop that
-divides, hands partial sums on where the op is linear, or nothing (every rank repeats the op). All axes are chosen at
-once: what is left to split by one depends on the others.
+fewer data ranks is for, and nobody who asks for dp=2 expects it.) `ep` is a data axis too, but for ops with experts:
+there tokens and experts are split at once, as a pair. `cp` splits the sequence, where an op has one: of attention its
+rows, or rows and keys as a pair, or the heads. `tp` takes any loop or pair that divides, hands partial sums on where
+the op is linear, or nothing (every rank repeats the op). All axes are chosen at once: what is left to split by one
+depends on the others.
 """
 
 from __future__ import annotations
@@ -19,14 +21,27 @@ from functools import lru_cache
 from autopar.errors import ConstraintError
 from autopar.mesh import Mesh
 from autopar.problem import Choice, Op, Problem
-from autopar.rules.rule import Dims, Rule, Sharded, sums_choice
+from autopar.rules.rule import PAIR, SUMS, Dims, Rule, Sharded, pair_choice, sums_choice
 from autopar.sharding import Sharding, Use
 
 DATA_AXES = ("dp", "fsdp")
-TENSOR_AXIS = "tp"
+EXPERT_AXIS, CONTEXT_AXIS, TENSOR_AXIS = "ep", "cp", "tp"
+# Over these the gradients of state are added up by the parameter store, once per step.
+TOKEN_AXES = (*DATA_AXES, EXPERT_AXIS, CONTEXT_AXIS)
 
 # Lowerings that exist: a rule's `special` factors are split only with one of these.
-SUPPORTED_LOWERINGS = frozenset({"embedding", "cross_entropy", "causal_attention"})
+SUPPORTED_LOWERINGS = frozenset(
+    {
+        "embedding",
+        "cross_entropy",
+        "batch_norm",
+        "masked_scatter",
+        "attention",
+        "causal_attention",
+        "window_attention",
+        "experts",
+    }
+)
 
 
 @dataclass(frozen=True)
@@ -76,7 +91,7 @@ def whole_candidate(op: Op, problem: Problem, mesh: Mesh) -> Candidate:
 
 def of_choice(rule: Rule, choice: tuple[tuple[str, str | None], ...]) -> Candidate:
     """The Candidate of one choice; that it divides is the caller's business."""
-    sharded = _sharded(rule.operands, rule.results, rule.reduced, rule.sums, choice)
+    sharded = _sharded(rule.operands, rule.results, rule.reduced, rule.sums, rule.pairs, rule.joint, choice)
     return Candidate(choice, sharded.uses, sharded.results, sharded.by_factor)
 
 
@@ -86,11 +101,13 @@ def _sharded(
     results: tuple[Dims, ...],
     reduced: frozenset[str],
     sums: tuple[tuple[int, ...], ...],
+    pairs: tuple[tuple[str, str], ...],
+    joint: tuple[str, ...],
     choice: tuple[tuple[str, str | None], ...],
 ) -> Sharded:
     """`Rule.shard`, which does not depend on sizes but for divisibility: ops of one form share the answer."""
     sizes = {name: 1 for dims in (*operands, *results) for dim in dims for name in dim}
-    rule = Rule(operands, results, sizes, reduced=reduced, sums=sums)
+    rule = Rule(operands, results, sizes, reduced=reduced, sums=sums, pairs=pairs, joint=joint)
     return rule.shard(dict(choice), {axis: 1 for axis, _ in choice})
 
 
@@ -98,33 +115,60 @@ def _choices(op: Op, mesh: Mesh) -> Iterator[tuple[tuple[str, str | None], ...]]
     rule = op.rule
     assert rule is not None
     axes = active_axes(mesh)
-    data = [axis for axis in axes if axis in DATA_AXES]
-    allowed = [
-        name for name in rule.splittable() if name not in rule.special or rule.lowering in SUPPORTED_LOWERINGS
+    lowered = rule.lowering in SUPPORTED_LOWERINGS
+    allowed = [name for name in rule.splittable() if name not in rule.special or lowered]
+    pairs = [pair_choice(pair) for pair in rule.pairs] if lowered else []
+    joint = list(rule.joint) if lowered else []
+    data = tuple(axis for axis in axes if axis in DATA_AXES)
+    batches = [name for name in allowed if op.logical.get(name) == "batch"]
+    experts = [pair for pair in pairs if op.logical.get(pair.split(PAIR)[0]) == "batch"]
+    positions = [name for name in allowed if op.logical.get(name) == "sequence"]
+    rows = [pair for pair in pairs if op.logical.get(pair.split(PAIR)[0]) == "sequence"]
+    heads = [name for name in allowed if rows and op.logical.get(name) == "heads"]
+    # Per group of axes what it may split, in order of preference; the first list with something that divides counts.
+    wanted: list[tuple[tuple[str, ...], list[list[str]]]] = [
+        (data, [batches]),
+        ((EXPERT_AXIS,), [experts, batches]),
+        ((CONTEXT_AXIS,), [[*positions, *rows, *heads]]),
     ]
-    data_options: list[str | None] = [
-        name
-        for name in allowed
-        if data and op.logical.get(name) == "batch" and _divides(rule, name, mesh, data)
-    ]
-    data_options = data_options or [None]
-    tensor_options: list[str | None] = [None]
+    chosen: list[dict[str, str | None]] = [{}]
+    for group, preferences in wanted:
+        here = [axis for axis in group if axis in axes]
+        if here:
+            chosen = [
+                taken | dict.fromkeys(here, factor)
+                for taken in chosen
+                for factor in _first_that_divides(rule, preferences, mesh, taken, here)
+            ]
+    tensor: list[str | None] = [None]
     if TENSOR_AXIS in axes:
-        tensor_options += [name for name in allowed if _divides(rule, name, mesh, [TENSOR_AXIS])]
-        tensor_options += [sums_choice(group) for group in range(len(rule.sums))]
-    for batch in data_options:
-        for tensor in tensor_options:
-            if (
-                batch is not None
-                and batch == tensor
-                and not _divides(rule, batch, mesh, [*data, TENSOR_AXIS])
-            ):
-                continue
-            yield tuple((axis, batch if axis in DATA_AXES else tensor) for axis in axes)
+        tensor += [*allowed, *pairs, *joint, *(sums_choice(group) for group in range(len(rule.sums)))]
+    for taken in chosen:
+        for factor in tensor:
+            choice = taken | {TENSOR_AXIS: factor} if TENSOR_AXIS in axes else taken
+            if factor is None or factor.startswith(SUMS) or _divides(rule, choice, mesh):
+                yield tuple((axis, choice[axis]) for axis in axes)
 
 
-def _divides(rule: Rule, factor: str, mesh: Mesh, axes: Sequence[str]) -> bool:
-    return rule.sizes[factor] % mesh.size(*axes) == 0
+def _first_that_divides(
+    rule: Rule, preferences: list[list[str]], mesh: Mesh, taken: Choice, axes: Sequence[str]
+) -> Sequence[str | None]:
+    for factors in preferences:
+        found = [
+            factor for factor in factors if _divides(rule, {**taken, **dict.fromkeys(axes, factor)}, mesh)
+        ]
+        if found:
+            return found
+    return (None,)
+
+
+def _divides(rule: Rule, choice: Choice, mesh: Mesh) -> bool:
+    ways: dict[str, int] = {}
+    for axis, factor in choice.items():
+        if factor is not None and not factor.startswith(SUMS):
+            for name in factor.split(PAIR):
+                ways[name] = ways.get(name, 1) * mesh.sizes[axis]
+    return rule.divides(ways)
 
 
 def _obeys(choice: tuple[tuple[str, str | None], ...], fixed: Choice) -> bool:

@@ -16,9 +16,11 @@ import functools
 import io
 import logging
 import os
+import re
 import sysconfig
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +31,34 @@ from torch.export.graph_signature import InputKind, OutputKind
 from torch.fx import Node
 
 from autopar.errors import CaptureError
-from autopar.passes.fold import Stack, find_stacks, storage_free_copy
+from autopar.nested import flat_inputs, map_inputs
+from autopar.passes.boundary import Boundaries
+from autopar.passes.capture_checks import (
+    advice,
+    check_constant,
+    check_exported,
+    check_parameters,
+    place_of,
+    traceable_tensors,
+)
+from autopar.passes.fold import FoldError, Stack, find_stacks, storage_free_copy
+from autopar.passes.functions import Functions
+from autopar.passes.host_values import (
+    HostFactories,
+    describe_values,
+    give_values,
+    other_values,
+    values_for_shapes,
+)
+from autopar.passes.no_grad import stop_gradients
 from autopar.passes.normalize import normalize
-from autopar.passes.partition import FoldError, partition
-from autopar.program import Program, StateInfo, TensorInfo, tensor_info
-from autopar.torch_private import fake_mode
+from autopar.passes.partition import partition
+from autopar.passes.rewrites import rewrite
+from autopar.passes.transformers_experts import use_one_op
+from autopar.passes.unflatten import unflatten
+from autopar.passes.unpack import unpack, with_unread_pieces
+from autopar.program import Program, StateInfo, TensorInfo, op_name, tensor_info
+from autopar.torch_private import fake_mode, pytree
 
 _log = logging.getLogger(__name__)
 
@@ -51,21 +76,60 @@ def capture(
     A module that returns a mapping (a Transformers model) has its keys as output names; the items of a tuple are
     `output0`, `output1`, ...; a lone tensor is `output0`; `loss` also names the first scalar float output.
     With `dtype`, floating-point parameters are taken to be of it (buffers, such as rotary frequencies, are not).
-    Dropout is switched off (the capture is of evaluation mode, batch norms aside), with a note in the Program.
+    Integer inputs whose values decide shapes (grids of images) are constants of the Program (`fixed`): it is right
+    for these values only. Dropout is switched off (the capture is of evaluation mode, batch norms aside), with a note in the Program.
     Raises CaptureError when the model does not export, naming the place in the model.
     """
     title = name or type(model).__name__
-    stacks = find_stacks(model)
-    shortened = tuple(stack for stack in stacks if stack.kept < len(stack.kinds))
+    check_parameters(model, title)
+    fixed = values_for_shapes(example_inputs)
     try:
-        return _capture(model, example_inputs, outputs, title, stacks, shortened, dtype)
-    except (FoldError, IndexError, KeyError, CaptureError) as error:
-        if not shortened:
-            raise (
-                error if isinstance(error, CaptureError) else CaptureError(str(error), where=title)
-            ) from error
-        _log.info("%s: layers cannot be folded before capture (%s); capturing all of them", title, error)
-        return _capture(model, example_inputs, outputs, title, stacks, (), dtype)
+        return _folded(model, example_inputs, outputs, title, dtype, fixed)
+    except CaptureError as error:
+        for others in other_values(example_inputs, fixed) if _needs_values(error) else ():
+            _log.info("%s: %s; taking the values of %s", title, error, ", ".join(others))
+            with contextlib.suppress(CaptureError):
+                return _folded(model, example_inputs, outputs, title, dtype, {**fixed, **others})
+        raise
+
+
+def _folded(
+    model: nn.Module,
+    example_inputs: Mapping[str, Any],
+    outputs: Sequence[str],
+    title: str,
+    dtype: torch.dtype | None,
+    fixed: Mapping[str, Tensor],
+) -> Program:
+    """Capture with as few layers traced as will do."""
+    stacks = find_stacks(model)
+    for _ in range(3 * len(stacks) + 1):
+        try:
+            return _capture(model, example_inputs, outputs, title, stacks, dtype, fixed)
+        except FoldError as error:
+            if not any(stack.folded for stack in stacks):
+                raise CaptureError(str(error), where=title) from error
+            _log.info("%s: %s; tracing more layers", title, error)
+            stacks = _with_more_layers(stacks, error)
+        except CaptureError as error:
+            if not any(stack.folded for stack in stacks):
+                raise
+            _log.info("%s: %s; tracing all layers", title, error)
+            stacks = tuple(stack.whole() for stack in stacks)
+    raise AssertionError("every turn traces more layers")
+
+
+def _with_more_layers(stacks: tuple[Stack, ...], error: FoldError) -> tuple[Stack, ...]:
+    """All layers of the stack, or those of the kinds that the error tells apart."""
+    known = any(stack.path == error.path and stack.folded for stack in stacks)
+    return tuple(
+        stack
+        if known and stack.path != error.path
+        else replace(stack, kinds=error.kinds)
+        if known and error.kinds is not None and error.kinds != stack.kinds
+        else stack.whole()
+        for stack in stacks
+    )
 
 
 def _capture(
@@ -74,28 +138,61 @@ def _capture(
     outputs: Sequence[str],
     title: str,
     stacks: tuple[Stack, ...],
-    shortened: tuple[Stack, ...],
     dtype: torch.dtype | None,
+    fixed: Mapping[str, Tensor],
+    unpacked: frozenset[str] = frozenset(),
 ) -> Program:
+    folded = [number for number, stack in enumerate(stacks) if stack.folded]
+    boundaries = Boundaries(stacks)
     with fake_mode():
 
         def fake(tensor: Tensor) -> Tensor:
             cast = dtype is not None and isinstance(tensor, nn.Parameter) and tensor.is_floating_point()
             return torch.empty(tensor.shape, dtype=dtype if cast else tensor.dtype)
 
-        copy = storage_free_copy(model, shortened, fake)
-        inputs = {
-            key: fake(value) if isinstance(value, Tensor) else value for key, value in example_inputs.items()
-        }
+        copy = storage_free_copy(model, stacks, fake)
+        inputs = map_inputs(
+            {name: value for name, value in example_inputs.items() if name not in fixed},
+            lambda value: fake(value) if isinstance(value, Tensor) else value,
+        )
         notes = _evaluation_mode(copy)
-        exported = _export(copy, inputs, outputs, title)
+        notes += [f"{name} is a constant: {describe_values(value)}" for name, value in fixed.items()]
+        give_values(copy, fixed)
+        use_one_op(copy)
+        rewrite(copy)
+        boundaries.install(copy, folded)
+        functions = Functions()
+        with (
+            functions.applied(),
+            traceable_tensors(),
+            HostFactories() if fixed else contextlib.nullcontext(),
+        ):
+            exported = _export(copy, inputs, outputs, title)
+    boundaries.check()
     state, placeholders, tied, constants = _state(exported, model)
-    user_inputs = _user_inputs(exported, example_inputs)
+    user_inputs = _user_inputs(exported, inputs)
     wanted = _outputs(exported)
-    nodes = normalize(exported.graph, set(wanted.values()))
-    kept = {stack.path: stack.kept for stack in shortened}
-    layout = tuple(Stack(stack.path, stack.kinds, kept.get(stack.path, len(stack.kinds))) for stack in stacks)
-    calls, blocks, values, all_state = partition(nodes, placeholders, user_inputs, wanted, layout, state)
+    check_exported(exported, wanted.values(), title)
+    _check_sizes(list(wanted.values()), title)
+    functions.restore(exported.graph)
+    normalize(exported.graph, set(wanted.values()))
+    unflatten(exported.graph, set(wanted.values()))
+    placeholders, state = unpack(exported.graph, placeholders, state, set(wanted.values()), unpacked)
+    calls, blocks, values, all_state = partition(
+        exported.graph,
+        placeholders,
+        user_inputs,
+        wanted,
+        stacks,
+        state,
+        folded=folded,
+        layer_calls=boundaries.calls,
+        tied=tied,
+        constants=constants,
+    )
+    unread = with_unread_pieces(all_state)
+    if unread:  # by blocks of which a result is not used: the parameter is then better whole than in part
+        return _capture(model, example_inputs, outputs, title, stacks, dtype, fixed, unpacked | unread)
     return Program(
         name=title,
         blocks=blocks,
@@ -106,7 +203,33 @@ def _capture(
         tied=tied,
         constants=constants,
         notes=tuple(notes),
+        fixed=dict(fixed),
     )
+
+
+def _check_sizes(wanted: list[Node], title: str) -> None:
+    """Sizes that depend on values are no sizes to plan with. The first op that has such a size is named."""
+    if not wanted:
+        return
+    reached = set(wanted)
+    while wanted:
+        fresh = set(wanted.pop().all_input_nodes) - reached
+        reached |= fresh
+        wanted += fresh
+    for node in next(iter(reached)).graph.nodes:
+        if node in reached and any(map(_unknown_size, pytree.tree_leaves(node.meta.get("val")))):
+            raise CaptureError(
+                f"the size of {op_name(node)}'s result is data-dependent: it follows from the values of its inputs",
+                where=f"{title}, {place_of(node)}",
+                hint="to choose by torch.where or a mask there, or to compute the choice outside of forward and pass "
+                "the result as an input",
+            )
+
+
+def _unknown_size(value: object) -> bool:
+    if isinstance(value, Tensor):
+        return any(isinstance(size, torch.SymInt) for size in value.shape)
+    return isinstance(value, torch.SymInt)
 
 
 def _info(node: Node) -> TensorInfo:
@@ -143,20 +266,24 @@ def _export(
         warnings.simplefilter("ignore")
         try:
             exported = torch.export.export(model, (), dict(inputs), strict=False)
+            stop_gradients(exported, title)
             functional: ExportedProgram = exported.run_decompositions({})
             return functional
-        except CaptureError:
+        except (CaptureError, FoldError):
             raise
         except Exception as error:  # torch.export raises errors of many unrelated classes
-            data_dependent = "data-dependent" in str(error)
             raise CaptureError(
                 f"torch.export cannot trace the model: {type(error).__name__}: {_first_line(error)}",
                 where=f"{title}, {_model_frame(error)}",
-                hint="to remove control flow that depends on tensor values there, or to compute it outside of forward "
-                "and pass the result as an input"
-                if data_dependent
-                else "to run the model's forward on the same inputs without autopar",
+                hint=advice(error),
             ) from error
+
+
+_DATA_DEPENDENT = re.compile(r"data.dependent|DataDependent|DynamicOutputShape|unbacked|\bu\d+\b")
+
+
+def _needs_values(error: CaptureError) -> bool:
+    return _DATA_DEPENDENT.search(error.what) is not None
 
 
 def _select_outputs(model: nn.Module, wanted: Sequence[str], title: str) -> None:
@@ -274,6 +401,7 @@ def _state(
         if kind == "constant":
             constant = exported.constants[spec.target]
             assert isinstance(constant, Tensor)
+            check_constant(constant, spec.target, [*node.users])
             constants[name] = constant
     return state, placeholders, tied, constants
 
@@ -283,22 +411,27 @@ def _complete_state(
 ) -> dict[str, StateInfo]:
     """Captured state in the model's own order, with parameters of the layers that were left out, and without
     what the program does not read."""
+    by_source: dict[str, list[str]] = {}
+    for name, info in captured.items():
+        by_source.setdefault(info.source(name), []).append(name)
     ordered: dict[str, StateInfo] = {}
-    for name, _ in (*model.named_parameters(), *model.named_buffers()):
-        if name in captured:
-            ordered[name] = captured[name]
+    for source, _ in (*model.named_parameters(), *model.named_buffers()):
+        ordered.update((name, captured[name]) for name in by_source.get(source, ()))
     return {**ordered, **captured}
 
 
 def _user_inputs(exported: ExportedProgram, example_inputs: Mapping[str, Any]) -> dict[Node, str]:
-    """Placeholder -> input name, for the tensors among the inputs."""
+    """Placeholder -> input name, for the tensors among the inputs. Those in a dict or tuple are named by their path."""
     nodes = {node.name: node for node in exported.graph.nodes if node.op == "placeholder"}
+    given = [spec for spec in exported.graph_signature.input_specs if spec.kind == InputKind.USER_INPUT]
+    names: list[str | None] = list(flat_inputs(example_inputs))
+    if len(names) != len(given):  # something of another nesting: torch's own names
+        names = [None] * len(given)
     found: dict[Node, str] = {}
-    for spec in exported.graph_signature.input_specs:
-        if spec.kind == InputKind.USER_INPUT and spec.arg.name in nodes:
-            node = nodes[spec.arg.name]
-            if tensor_info(node.meta.get("val")) is not None:
-                found[node] = node.name
+    for spec, name in zip(given, names, strict=True):
+        node = nodes.get(spec.arg.name)
+        if node is not None and tensor_info(node.meta.get("val")) is not None:
+            found[node] = name if name is not None and "." in name else node.name
     return found
 
 
@@ -319,15 +452,15 @@ def _outputs(exported: ExportedProgram) -> dict[str, Node]:
 
 @contextlib.contextmanager
 def transformers_attention(model: nn.Module, packed: bool) -> Iterator[None]:
-    """While capturing a Transformers model: keep plain causal (or full) attention a flag instead of a mask tensor,
-    and grouped key/value heads grouped.
+    """While capturing a module with a Transformers model in it: attention is one op, causality and windows are flags
+    instead of a mask tensor, and grouped key/value heads stay grouped.
 
     Tracing makes Transformers build masks it would skip in eager mode, because it cannot look at values: one for
     padding that may not be there and one for sequences packed into a row. Without an attention mask there is no
     padding, and without position ids (`packed`) there are no packed sequences.
     """
-    config = getattr(model, "config", None)
-    if config is None or not type(model).__module__.startswith(("transformers.", "transformers_modules")):
+    theirs = ("transformers.", "transformers_modules")
+    if not any(type(module).__module__.startswith(theirs) for module in model.modules()):
         yield
         return
     from autopar.passes.transformers_capture import attention_for_capture

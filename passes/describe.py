@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 
 from autopar.cost.compute import kind_of
 from autopar.passes.describe_block import BlockView
+from autopar.passes.describe_experts import written_out
 from autopar.passes.describe_facts import Facts
 from autopar.problem import Op, Problem, Solution
 from autopar.program import Program
@@ -32,6 +33,7 @@ def describe(program: Program, problem: Problem, *, solution: Solution | None = 
 
     `solution`: a placement with a mesh axis `tp`; it then says how every op splits, else the logical axes do.
     """
+    program, problem, solution = written_out(program, problem, solution)
     facts = Facts.of(program, problem, solution)
     head = _find_head(facts)
     # A parameter belongs to the first call that reads it; a call that shares all it reads with another is a variant.

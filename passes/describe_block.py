@@ -15,6 +15,7 @@ from autopar.passes.describe_facts import MEANINGFUL, Facts, Product, rounded
 from autopar.passes.describe_kernels import NORMS, Kernels
 from autopar.problem import Op, Value
 from autopar.program import Call
+from autopar.rules.attention import CAUSAL
 from autopar.workload import Attention, Layer, Matmul, Saved, Stream
 
 
@@ -150,7 +151,8 @@ class BlockView(Kernels):
             yield self._alone(op, "opaque")
             return
         query, key, value = (item.info.shape for item in values if item is not None)
-        causal = op.rule.lowering == "causal_attention"
+        node = self.block.node(op.name.split("/", 1)[1])
+        causal = bool(node.kwargs.get("causal", op.rule.lowering == CAUSAL))
         heads, kv_heads = query[-3], key[-3]
         keys = self.facts.value(self.facts.root(op.operands[1]))
         if keys is not None and kv_heads == heads:  # heads of keys that were repeated for the op
@@ -159,7 +161,7 @@ class BlockView(Kernels):
         pairs = (
             math.prod(query[:-3]) * query[-2] * key[-2] / self.facts.tokens
         )  # keys that a token's queries see
-        if len(op.operands) > 3:
+        if len(node.args) > 3 and node.args[3] is not None:
             self.facts.notes.append(f"{op.name} has a mask: counted as if every query saw every key")
         window = 0
         if abs(pairs - seq) > 1e-9 * seq:
@@ -168,6 +170,10 @@ class BlockView(Kernels):
                 self.facts.notes.append(
                     f"{op.name}: {pairs:g} keys per token counted as {min(seq, window)} (sequence {seq})"
                 )
+        flag = node.kwargs.get("window")
+        if isinstance(flag, int):  # to both sides, if not causal
+            near = flag if causal else 2 * flag - 1
+            window = min(window, near) if window else near
         yield Attention(self.name(op), heads, kv_heads, query[-1], value[-1], causal, window)
 
     def _heads_before(self, name: str, heads: int) -> int:

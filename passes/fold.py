@@ -1,34 +1,60 @@
-"""Fold before capture: shorten stacks of layers to the shortest prefix that shows every kind of layer twice.
+"""Fold before capture: of a stack of layers keep the first two of every kind.
 
 In:  an `nn.Module` (on any device).
-Out: a copy without storage whose stacks are shortened, and a `Stack` for each, saying which layers were left out
-     and of which kind each is. A 126-layer Llama becomes 2 layers; a DeepSeek-V3 (3 dense, 58 expert layers) 5.
+Out: a copy without storage in which the other layers are skeletons (modules without parameters, `passes/boundary.py`
+     puts stand-ins for them into the graph), and a `Stack` for each list of layers, saying which were left out and of
+     which kind each is. Of a 126-layer Llama 2 layers are traced; of a DeepSeek-V3 (3 dense, 58 expert layers) 4.
 
-Two copies of a kind are kept so that capture can see, rather than assume, that they give the same graph and how
-a layer's inputs come from the layer before (see `passes/partition.py`).
+Two copies of a kind are kept so that capture can see, rather than assume, that they give the same graph.
 """
 
 from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Hashable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 
+from autopar.torch_private import is_fake, pytree
+
 _INDEX_NAME = re.compile(r"(^|_)(idx|index|layer|id|number)(_|$)|layer_?(id|idx|index|number)")
+
+
+class FoldError(Exception):
+    """Layers that cannot be folded as hoped; `path` is their stack. Capture then traces more of them: those that
+    `kinds` tells apart, if it is known better now, or all."""
+
+    def __init__(self, message: str, path: str, kinds: tuple[int, ...] | None = None) -> None:
+        super().__init__(message)
+        self.path, self.kinds = path, kinds
 
 
 @dataclass(frozen=True)
 class Stack:
-    """A ModuleList or Sequential whose children repeat. `kinds[i]` is the kind of layer i, `kept` how many the
-    shortened copy has (a prefix)."""
+    """A ModuleList or Sequential whose children repeat. `kinds[i]` is the kind of layer i; the first `copies` layers
+    of each kind are kept in the copy. `shared`: a lone layer, which forward may call many times."""
 
     path: str
     kinds: tuple[int, ...]
-    kept: int
+    copies: int = 2
+    shared: bool = False
+
+    @property
+    def kept(self) -> frozenset[int]:
+        return frozenset(
+            index for index, kind in enumerate(self.kinds) if self.kinds[:index].count(kind) < self.copies
+        )
+
+    @property
+    def folded(self) -> bool:
+        """Whether some of its layers' calls are not traced."""
+        return self.shared or len(self.kept) < len(self.kinds)
+
+    def whole(self) -> Stack:
+        return replace(self, copies=len(self.kinds), shared=False)
 
     def layer_path(self, index: int) -> str:
         return f"{self.path}.{index}" if self.path else str(index)
@@ -43,33 +69,36 @@ def find_stacks(model: nn.Module) -> tuple[Stack, ...]:
 def _stacks(module: nn.Module, path: str) -> Iterator[Stack]:
     kinds: tuple[int, ...] = ()
     if isinstance(module, (nn.ModuleList, nn.Sequential)) and len(module) > 1 and _has_parameters(module):
-        signatures = [signature(child, index) for index, child in enumerate(module)]
+        signatures = [
+            (signature(child, index), _listed(child, index, len(module)))
+            for index, child in enumerate(module)
+        ]
         order: dict[Hashable, int] = {}
         kinds = tuple(order.setdefault(item, len(order)) for item in signatures)
         if len(order) < len(kinds):
-            yield Stack(path, kinds, _prefix(kinds))
+            yield Stack(path, kinds)
             return
     inner = [
         stack
         for name, child in module.named_children()
         for stack in _stacks(child, f"{path}.{name}" if path else name)
     ]
-    if not inner and kinds and len({type(child) for child in module.children()}) == 1:
-        yield Stack(path, kinds, len(kinds))
+    classes = {type(child) for child in module.children()}
+    layers = isinstance(module, nn.ModuleList) and all(_has_inner(child) for child in module)
+    if not inner and kinds and (len(classes) == 1 or layers):
+        yield Stack(path, kinds).whole()
+    elif not inner and layers and len(list(module.children())) == 1:
+        yield Stack(path, (0,), shared=True)
     yield from inner
+
+
+def _has_inner(layer: nn.Module) -> bool:
+    """Whether a layer is made of modules with parameters, as a lone matmul is not."""
+    return any(_has_parameters(child) for child in layer.children())
 
 
 def _has_parameters(module: nn.Module) -> bool:
     return next(module.parameters(), None) is not None
-
-
-def _prefix(kinds: tuple[int, ...]) -> int:
-    """Length of the shortest prefix with every kind, twice if it appears more than once in all."""
-    need = {kind: min(2, kinds.count(kind)) for kind in kinds}
-    for length in range(1, len(kinds) + 1):
-        if all(kinds[:length].count(kind) >= times for kind, times in need.items()):
-            return length
-    return len(kinds)
 
 
 def signature(module: nn.Module, index: int) -> Hashable:
@@ -89,8 +118,42 @@ def signature(module: nn.Module, index: int) -> Hashable:
     return (type(module), tensors, attributes, children)
 
 
+def _listed(layer: nn.Module, index: int, total: int) -> Hashable:
+    """What lists with an entry per layer, of the layer's modules and their configs, say of this one: a layer may look
+    its own entry up when it runs."""
+    owners: list[object] = list(layer.modules())
+    owners += {
+        id(value): value
+        for module in layer.modules()
+        for value in vars(module).values()
+        if hasattr(value, "model_type") and hasattr(value, "to_dict")
+    }.values()
+    return tuple(
+        (name, str(value[index]))
+        for owner in owners
+        for name, value in sorted(vars(owner).items())
+        if isinstance(value, (list, tuple)) and len(value) == total
+    )
+
+
+def _contents(value: torch.Tensor) -> Hashable:
+    """Equal for equal values, of tensors that a module keeps as plain attributes: they become constants."""
+    if value.device.type == "meta" or is_fake(value):
+        return None
+    if value.numel() > 65536:
+        return id(value)
+    return value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def is_own_index(name: str, value: object, index: int) -> bool:
+    """Whether an attribute counts the layer: as `index`, or as one of two (or three) halves of every layer."""
+    if type(value) is not int or _INDEX_NAME.search(name) is None:
+        return False
+    return any(value - halves * index in range(halves) for halves in (1, 2, 3))
+
+
 def _plain(value: object, name: str, index: int, depth: int = 0) -> Hashable:
-    if isinstance(value, int) and not isinstance(value, bool) and value == index and _INDEX_NAME.search(name):
+    if is_own_index(name, value, index):
         return "its own index"
     if value is None or isinstance(value, (bool, int, float, complex, str, bytes, torch.dtype)):
         return (type(value).__name__, value)
@@ -99,24 +162,28 @@ def _plain(value: object, name: str, index: int, depth: int = 0) -> Hashable:
     if isinstance(value, dict) and depth < 3:
         return tuple((str(key), _plain(item, str(key), index, depth + 1)) for key, item in value.items())
     if isinstance(value, torch.Tensor):
-        return (tuple(value.shape), str(value.dtype))
+        return (tuple(value.shape), str(value.dtype), _contents(value))
     if callable(value):
         return getattr(value, "__qualname__", type(value).__qualname__)
     return id(value) if hasattr(value, "__dict__") else type(value).__qualname__
 
 
 def storage_free_copy(
-    model: nn.Module, shorten: tuple[Stack, ...], make: Callable[[torch.Tensor], torch.Tensor]
+    model: nn.Module, stacks: Sequence[Stack], make: Callable[[torch.Tensor], torch.Tensor]
 ) -> nn.Module:
-    """A deep copy of `model` whose parameters and buffers are `make(tensor)` (ties kept) and whose given stacks
-    are cut to their prefix. The model itself is not changed."""
-    removed: list[tuple[nn.Module, str, nn.Module | None]] = []
+    """A deep copy of `model` whose parameters and buffers are `make(tensor)` (ties kept) and whose left-out layers
+    are skeletons. The model itself is not changed."""
+    left_out: list[tuple[str, str, nn.Module, nn.Module]] = []
     try:
-        for stack in shorten:
+        for stack in stacks:
             layers = model.get_submodule(stack.path)
-            for index in range(stack.kept, len(stack.kinds)):
-                removed.append((layers, str(index), layers._modules[str(index)]))
-                del layers._modules[str(index)]
+            for index, name in enumerate(list(layers._modules)):
+                if index in stack.kept:
+                    continue
+                layer = layers._modules[name]
+                assert layer is not None
+                left_out.append((stack.path, name, layers, layer))
+                layers._modules[name] = None
         memo: dict[int, object] = {}
         for tensor in (*model.parameters(), *model.buffers()):
             if id(tensor) not in memo:
@@ -124,7 +191,26 @@ def storage_free_copy(
                 memo[id(tensor)] = (
                     nn.Parameter(fresh, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fresh
                 )
-        return copy.deepcopy(model, memo)
+        for module in model.modules():  # tensors that a module keeps as plain attributes are constants
+            plain = [value for key, value in vars(module).items() if not key.startswith("_")]
+            for leaf in pytree.tree_leaves(plain):
+                if isinstance(leaf, torch.Tensor):
+                    memo.setdefault(id(leaf), leaf)
+        copied = copy.deepcopy(model, memo)
     finally:
-        for layers, name, child in removed:
-            layers._modules[name] = child
+        for _, name, layers, layer in left_out:
+            layers._modules[name] = layer
+    for path, name, _, layer in left_out:
+        copied.get_submodule(path)._modules[name] = skeleton(layer)
+    return copied
+
+
+def skeleton(layer: nn.Module) -> nn.Module:
+    """The tree of a layer's modules with their plain attributes, without parameters and buffers."""
+    bare = object.__new__(type(layer))
+    bare.__dict__.update(layer.__dict__)
+    bare.__dict__.update(_parameters={}, _buffers={}, _forward_hooks=layer._forward_hooks.copy())
+    bare.__dict__["_modules"] = {
+        name: None if child is None else skeleton(child) for name, child in layer._modules.items()
+    }
+    return bare

@@ -91,7 +91,7 @@ def _divides(problem: Problem, space: Space, shardings: Sequence[str]) -> tuple[
     sizes, refusal = [], None
     for tp in space.allowed("tp", space.tensor_ways):
         try:
-            check_fixed(problem, mesh_of(1, 1, tp), shardings)
+            check_fixed(problem, mesh_of(tp=tp), shardings)
             sizes.append(tp)
         except ConstraintError as error:
             refusal = refusal or error
@@ -227,7 +227,7 @@ def padded(workload: Workload, layout: Layout) -> list[str]:
 def _place(problem: Problem, layout: Layout, cluster: Cluster, batch: int) -> Solution:
     """The placement of a micro-batch's ops on (data, tp)."""
     micro_batches = batch // (layout.dp * layout.mbs)
-    mesh = mesh_of(layout.dp, 1, layout.tp)
+    mesh = mesh_of(dp=layout.dp, tp=layout.tp)
     small = problem.with_batch(batch // micro_batches)
     precision = layout.precision if layout.precision in PRECISIONS else "bf16"
     prices = Prices.of(cluster, mesh, precision, small, micro_batches=micro_batches)

@@ -16,8 +16,8 @@ left to the parameter store (`StateLayout.grad_sums`), which does it once per st
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -28,11 +28,12 @@ from autopar import collectives
 from autopar.errors import ShardingError
 from autopar.mesh import Mesh
 from autopar.passes.limits import IdLimit, id_limits
+from autopar.passes.lowerings import LOWERINGS
 from autopar.passes.problem import value_name
 from autopar.problem import Choice, Op, Problem, Solution
 from autopar.program import Block, Call, Program, StateInfo, TensorInfo, node_info
 from autopar.rules import localize, operand_nodes
-from autopar.rules.rule import Sharded
+from autopar.rules.rule import PAIR, Sharded
 from autopar.sharding import Sharding, Step, Use, reshard_steps
 
 
@@ -64,7 +65,7 @@ class RankProgram:
     """What every rank runs: blocks, the same calls as the Program's, the layout of state and inputs.
 
     `limits`: the range of ids per input. `count`: the value that holds the number of labels the loss averages over, if the loss is such a mean: with
-    micro-batches their losses are weighted by it.
+    micro-batches their losses are weighted by it. `fixed`: inputs whose values are constants of the program.
     """
 
     name: str
@@ -78,6 +79,7 @@ class RankProgram:
     constants: Mapping[str, torch.Tensor]
     limits: Mapping[str, IdLimit]
     count: str | None
+    fixed: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
     def __str__(self) -> str:
         lines = [f"rank program {self.name} on {self.mesh}"]
@@ -108,6 +110,7 @@ def lower(program: Program, problem: Problem, solution: Solution, mesh: Mesh) ->
         program.constants,
         id_limits(program, problem),
         count,
+        program.fixed,
     )
 
 
@@ -291,6 +294,7 @@ class _BlockBuilder:
             fresh = self.graph.call_function(operator.getitem, (self.local[source], node.args[1]))
         else:
             fresh = self._op(node)
+        fresh.meta["source"] = node  # which op of the program it stands for: `passes/check.py` reads it
         self._describe(fresh, node)
         self.local[node] = fresh
 
@@ -305,23 +309,26 @@ class _BlockBuilder:
             )
         if op.rule is None or sharded is None:
             return self._plain(node, operands, node.args)
-        if op.rule.lowering == "cross_entropy" and self._is_loss(node):
-            return self._cross_entropy(
-                node, op, sharded, operands
-            )  # also where it is whole: for its label count
+        if op.rule.lowering == "cross_entropy" and self.is_loss(node):
+            return self._special(node, op, sharded, operands)  # also where it is whole: for its label count
         if not sharded.by_factor:
             return self._plain(node, operands, node.args)
         split_special = {
-            factor: axes for factor, axes in sharded.by_factor.items() if factor in op.rule.special
+            factor: axes
+            for factor, axes in sharded.by_factor.items()
+            if factor in op.rule.special or PAIR in factor
         }
         if split_special:
             return self._special(node, op, sharded, operands)
         args = node.args
-        if op.rule.shape_arg is not None:
+        if op.rule.shape_arg is not None or op.rule.count_args:
             info = node_info(node)
-            assert info is not None
-            local = sharded.results[0].local_shape(info.shape, self.work.mesh, where=op.name)
-            args = localize(args, op.rule, local)
+            local = (
+                ()
+                if info is None
+                else sharded.results[0].local_shape(info.shape, self.work.mesh, where=op.name)
+            )
+            args = localize(args, op.rule, local, op.rule.counts(sharded, self.work.mesh.sizes))
         result = self._plain(node, operands, args)
         if op.rule.average:
             ways = op.rule.average_ways(sharded, self.work.mesh.sizes)
@@ -343,59 +350,27 @@ class _BlockBuilder:
 
     def _special(self, node: Node, op: Op, sharded: Sharded, operands: list[Node]) -> Node:
         assert op.rule is not None
-        lowering = op.rule.lowering
-        if lowering == "embedding":
-            return self._embedding(node, op, sharded, operands)
-        if lowering == "cross_entropy":
-            return self._cross_entropy(node, op, sharded, operands)
-        if lowering == "causal_attention":
-            return self._causal_attention(node, op, sharded, operands)
-        raise ShardingError(
-            f"no lowering {lowering!r} for a split of {dict(sharded.by_factor)}", where=op.name
-        )
-
-    def _embedding(self, node: Node, op: Op, sharded: Sharded, operands: list[Node]) -> Node:
-        assert op.rule is not None
-        (axis,) = self._one_axis(op, sharded, next(iter(op.rule.special)))
-        extra = node.args[2:]
-        return self.graph.call_function(
-            collectives.vocab_embedding, (*operands, self.coordinate(axis), *extra)
-        )
-
-    def _one_axis(self, op: Op, sharded: Sharded, factor: str) -> tuple[str, ...]:
-        axes = sharded.by_factor[factor]
-        if len(axes) != 1:
+        lowering = LOWERINGS.get(op.rule.lowering or "")
+        if lowering is None:
             raise ShardingError(
-                f"{op.kind}: its {factor} loop can be split over one mesh axis, not over {axes}",
-                where=op.name,
+                f"no lowering {op.rule.lowering!r} for a split of {dict(sharded.by_factor)}", where=op.name
             )
-        return axes
+        return lowering(self, node, op, sharded, operands)
 
-    def _cross_entropy(self, node: Node, op: Op, sharded: Sharded, operands: list[Node]) -> Node:
-        assert op.rule is not None
-        vocab = op.rule.operands[0][-1][0]
-        vocab_axes = self._one_axis(op, sharded, vocab) if vocab in sharded.by_factor else ()
-        token_axes = [axis for factor, axes in sharded.by_factor.items() if factor != vocab for axis in axes]
-        options = list(node.args[2:])
-        if options[1] == "none":
-            raise ShardingError(
-                "cross_entropy with reduction 'none' and a split vocabulary is not lowered", where=op.name
-            )
-        vocab_arguments = (
-            (vocab_axes[0], self.work.mesh.sizes[vocab_axes[0]], self.coordinate(vocab_axes[0]))
-            if vocab_axes
-            else (None, 1, None)
-        )
-        both = self.graph.call_function(
-            collectives.split_cross_entropy, (*operands, *options, token_axes, *vocab_arguments)
-        )
-        loss = self.graph.call_function(operator.getitem, (both, 0))
-        if options[1] == "mean" and self._is_loss(node):
-            self.count = self.graph.call_function(operator.getitem, (both, 1))
-            self.work.count_block = self.block.name
-        return loss
+    @property
+    def mesh(self) -> Mesh:
+        return self.work.mesh
 
-    def _is_loss(self, node: Node) -> bool:
+    def place(self, axes: Sequence[str]) -> tuple[Node, int]:
+        """This rank's place among the pieces that `axes`, major to minor, make of one loop; and how many there are."""
+        place, ways = self.coordinate(axes[0]), self.mesh.sizes[axes[0]]
+        for axis in axes[1:]:
+            coordinate, size = self.coordinate(axis), self.mesh.sizes[axis]
+            place = self.graph.call_function(collectives.place_of, (place, size, coordinate))
+            ways *= size
+        return place, ways
+
+    def is_loss(self, node: Node) -> bool:
         """Whether the program's loss is this node itself."""
         return any(
             call.block == self.block.name
@@ -404,15 +379,9 @@ class _BlockBuilder:
             for call in self.work.program.calls
         )
 
-    def _causal_attention(self, node: Node, op: Op, sharded: Sharded, operands: list[Node]) -> Node:
-        assert op.rule is not None
-        (axis,) = self._one_axis(op, sharded, next(iter(op.rule.special)))
-        options = {key: value for key, value in node.kwargs.items() if key in ("scale", "enable_gqa")}
-        return self.graph.call_function(
-            collectives.causal_attention,
-            (*operands[:3], self.work.mesh.sizes[axis], self.coordinate(axis)),
-            options,
-        )
+    def count_labels(self, count: Node) -> None:
+        self.count = count
+        self.work.count_block = self.block.name
 
     def finish(self) -> RankBlock:
         block = self.block

@@ -1,12 +1,16 @@
 """Normalize: an exported graph to the few forms the rules speak of.
 
 In:  the functional graph of torch.export.
-Out: its live nodes, in order, with
-     - assertions removed, and nodes that no wanted output needs;
+Out: the same graph, with
+     - assertions removed;
      - `linear(x, w, b)` as `linear(x, w) + b`, `addmm(b, x, w)` as `mm(x, w) + b`: with the contraction split the
        product is a partial sum, and the bias must be added once;
+     - convolutions with a bias likewise; `copy(x, y)` as `y` expanded and cast to the shape of x; bags of an embedding
+       that are equally long as its rows, reduced;
      - `view` as `reshape`: a kernel may lay out a local piece otherwise than the whole;
+     - `type_as(x, y)` as a cast: the sharding of y, of which only the dtype is read, is then free;
      - `cat` without empty pieces;
+     - attention of every kind as `autopar.attention` (see `normalize_attention`);
      - `cross_entropy_loss(view(logits), view(labels))` as `autopar.cross_entropy(logits, labels)` on the unflattened
        tokens, so that batch and sequence can be split apart.
 """
@@ -17,6 +21,18 @@ import torch
 from torch.fx import Graph, Node
 
 from autopar import functional
+from autopar.expert_functions import ONE_OP, experts
+from autopar.passes.normalize_attention import one_attention, plain_attention
+from autopar.passes.normalize_ops import (
+    CONVOLUTIONS,
+    broadcast_by_expansion,
+    classes_last,
+    copy_as_expansion,
+    equal_bags,
+    has_bias,
+    index_add_as_sum,
+    split_convolution_bias,
+)
 
 aten = torch.ops.aten
 
@@ -29,8 +45,8 @@ _DROPPED = {
 _VIEWS = {aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.flatten.using_ints}
 
 
-def normalize(graph: Graph, outputs: set[Node]) -> list[Node]:
-    """Rewrite `graph` in place and return the call nodes that `outputs` need, in execution order."""
+def normalize(graph: Graph, outputs: set[Node]) -> None:
+    """Rewrite `graph` in place; the nodes in `outputs` stay."""
     for node in list(graph.nodes):
         if node.target in _DROPPED:
             graph.erase_node(node)
@@ -39,22 +55,33 @@ def normalize(graph: Graph, outputs: set[Node]) -> list[Node]:
             graph.erase_node(node)
         elif node.target in (aten.view.default, aten._unsafe_view.default):
             node.target = aten.reshape.default
+        elif node.target is aten.type_as.default:
+            node.target, node.args = aten._to_copy.default, node.args[:1]
+            node.kwargs = {"dtype": node.meta["val"].dtype}
         elif node.target is aten.cat.default:
             _drop_empty_pieces(node)
         elif node.target is aten.linear.default and len(node.args) > 2 and node.args[2] is not None:
             _split_bias(graph, node, aten.linear.default, node.args[:2], node.args[2])
         elif node.target is aten.addmm.default and not node.kwargs:
             _split_bias(graph, node, aten.mm.default, node.args[1:3], node.args[0])
+        elif node.target is functional.ATTENTION:
+            one_attention(node)
+        elif node.target is aten.scaled_dot_product_attention.default:
+            plain_attention(node)
+        elif node.target is ONE_OP:
+            node.target = experts
+        elif node.target in CONVOLUTIONS and has_bias(node):
+            split_convolution_bias(graph, node)
+        elif node.target is aten.copy.default:
+            copy_as_expansion(graph, node)
+        elif node.target is aten.broadcast_tensors.default:
+            broadcast_by_expansion(node)
+        elif node.target is aten.index_add.default:
+            index_add_as_sum(graph, node)
+        elif node.target is aten.embedding_bag.padding_idx:
+            equal_bags(graph, node)
         elif node.target is aten.cross_entropy_loss.default:
             _unflatten_loss(graph, node)
-    needed: set[Node] = set()
-    stack = list(outputs)
-    while stack:
-        node = stack.pop()
-        if node not in needed:
-            needed.add(node)
-            stack += node.all_input_nodes
-    return [node for node in graph.nodes if node.op == "call_function" and node in needed]
 
 
 def _drop_empty_pieces(node: Node) -> None:
@@ -91,6 +118,10 @@ def _unflatten_loss(graph: Graph, node: Node) -> None:
     assert isinstance(logits, Node)
     assert isinstance(labels, Node)
     logits_shape, labels_shape = logits.meta["val"].shape, labels.meta["val"].shape
+    if weight is None and len(logits_shape) > 2 and len(labels_shape) == len(logits_shape) - 1:
+        logits = classes_last(graph, node, logits)  # a label per pixel or position, classes in dim 1
+        _set_loss(node, logits, labels, ignore_index, reduction, smoothing)
+        return
     if (
         weight is not None
         or len(logits_shape) != 2
@@ -105,10 +136,16 @@ def _unflatten_loss(graph: Graph, node: Node) -> None:
         and source.meta["val"].shape[:-1] == target.meta["val"].shape
     ) and reduction != 0:
         logits, labels = source, target
+    _set_loss(node, logits, labels, ignore_index, reduction, smoothing)
+
+
+def _set_loss(
+    node: Node, logits: Node, labels: Node, ignore: object, reduction: object, smoothing: object
+) -> None:
     node.target = functional.cross_entropy
     names = {0: "none", 1: "mean", 2: "sum"}
     assert isinstance(reduction, int)
-    node.args = (logits, labels, ignore_index, names[reduction], smoothing)  # type: ignore[assignment]
+    node.args = (logits, labels, ignore, names[reduction], smoothing)  # type: ignore[assignment]
     node.kwargs = {}
 
 

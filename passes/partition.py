@@ -1,170 +1,228 @@
 """Partition: normalized nodes to unique blocks and the calls that make the model of them.
 
-In:  the call nodes of one exported graph, in order, in which stacks of layers may have been shortened.
-Out: blocks (one per distinct graph) and calls, with the left-out layers added as further calls of the block of
-     their kind. Layers are the same block only if their graphs are equal node for node: op, arguments, shapes.
+In:  one exported and normalized graph, in which stacks of layers may have been folded (`passes/boundary.py`).
+Out: blocks (one per distinct graph) and calls, those of left-out layers being calls of the block of their kind.
+     Layers are the same block only if their graphs are equal node for node: op, arguments, shapes.
 
-How a left-out layer gets its inputs is read off two kept layers of its kind: what both take from the same value
-is shared (rotary tables, a mask), what each takes from the layer before is carried (the hidden state). Anything
-else is a FoldError, and capture then takes all layers.
+A left-out layer's call takes what its stand-in takes in the graph, where the traced layer of its kind takes it; its
+parameters are those of the same names in its own module. Both are checked on the two traced layers of the kind.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
+from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
-from autopar.passes.fold import Stack
-from autopar.program import Block, Call, StateInfo, node_info, op_name
+from autopar.passes.boundary import LayerCall
+from autopar.passes.fold import FoldError, Stack
+from autopar.passes.segments import Marks, Segment, cut, find_interfaces, live_nodes
+from autopar.program import Block, Call, StateInfo
 from autopar.torch_private import module_path
 
 
-class FoldError(Exception):
-    """Layers that cannot be folded as hoped; capture falls back to all of them."""
-
-
-Place = tuple[int, int]  # stack, layer
-
-
-@dataclass
-class Segment:
-    """A run of nodes: one layer (`place`) or what stands outside of layers (`place` None)."""
-
-    nodes: list[Node]
-    place: Place | None
-    state: list[Node]
-    inputs: list[Node]
-    outputs: list[Node]
-
-    @property
-    def key(self) -> str:
-        """Equal for segments that are the same block."""
-        index = {node: f"%{number}" for number, node in enumerate(self.nodes)}
-        index |= {node: f"s{number}" for number, node in enumerate(self.state)}
-        index |= {node: f"i{number}" for number, node in enumerate(self.inputs)}
-        lines = [f"{info_text(node)}" for node in (*self.state, *self.inputs)]
-        for node in self.nodes:
-            arguments = map_arg((node.args, node.kwargs), lambda operand: index[operand])
-            lines.append(f"{op_name(node)} {node.target} {arguments} {info_text(node)}")
-        lines.append(" ".join(index[node] for node in self.outputs))
-        return "\n".join(lines)
-
-
-def info_text(node: Node) -> str:
-    return str(node_info(node))
-
-
 def partition(
-    nodes: Sequence[Node],
+    graph: Graph,
     placeholders: Mapping[Node, str],
     user_inputs: Mapping[Node, str],
     outputs: Mapping[str, Node],
     stacks: Sequence[Stack],
     state: Mapping[str, StateInfo],
+    *,
+    folded: Sequence[int] = (),
+    layer_calls: Sequence[LayerCall] = (),
+    tied: Mapping[str, str] | None = None,
+    constants: Mapping[str, Tensor] | None = None,
 ) -> tuple[tuple[Call, ...], dict[str, Block], dict[str, str], dict[str, StateInfo]]:
-    """Returns calls, blocks, output name -> value, and the state of the whole model (left-out layers included)."""
-    segments = _segments(nodes, stacks)
-    _find_interfaces(segments, placeholders, set(outputs.values()))
-    blocks, names = _blocks(segments, placeholders, stacks)
-    values: dict[Node, str] = dict(user_inputs)
-    calls: list[Call] = []
-    full_state = dict(state)
-    seen: dict[str, int] = {}
-    final: dict[Node, str] = {}
-    for position, segment in enumerate(segments):
-        name = names[position]
-        label = _label(segment, stacks, name, seen)
-        for number, node in enumerate(segment.outputs):
-            values[node] = f"{label}.{number}" if len(segment.outputs) > 1 else label
-        calls.append(
-            Call(
-                block=name,
-                state=tuple(placeholders[node] for node in segment.state),
-                inputs=tuple(final.get(node, values[node]) for node in segment.inputs),
-                outputs=tuple(values[node] for node in segment.outputs),
-                path=_path(segment, stacks),
-            )
+    """Returns calls, blocks, output name -> value, and the state of the whole model (left-out layers included).
+
+    `folded`: the numbers of the stacks whose layers are marked in the graph, by `layer_calls`. `tied`: alias ->
+    name of state.
+    """
+    marks = Marks(graph, layer_calls)
+    needed = live_nodes(marks, list(outputs.values()))
+    segments = cut(graph, marks, needed, stacks, folded)
+    find_interfaces(segments, marks, placeholders, outputs, stacks)
+    work = _Partition(
+        marks, segments, placeholders, user_inputs, outputs, stacks, state, tied or {}, constants or {}
+    )
+    return work.run()
+
+
+class _Partition:
+    def __init__(
+        self,
+        marks: Marks,
+        segments: list[Segment],
+        placeholders: Mapping[Node, str],
+        user_inputs: Mapping[Node, str],
+        outputs: Mapping[str, Node],
+        stacks: Sequence[Stack],
+        state: Mapping[str, StateInfo],
+        tied: Mapping[str, str],
+        constants: Mapping[str, Tensor],
+    ) -> None:
+        self.marks, self.segments, self.placeholders, self.stacks = marks, segments, placeholders, stacks
+        self.outputs, self.tied, self.constants = outputs, tied, constants
+        self.state = dict(state)
+        self.values: dict[Node, str] = dict(user_inputs)
+        self.wanted: dict[str, str] = {}
+        self.names_of: dict[str, list[str]] = {}
+        for alias, name in tied.items():
+            self.names_of.setdefault(name, [name]).append(alias)
+        self.seen: dict[str, int] = {}
+
+    def run(self) -> tuple[tuple[Call, ...], dict[str, Block], dict[str, str], dict[str, StateInfo]]:
+        whole = [segment for segment in self.segments if not segment.stand_in]
+        blocks, names = _blocks(whole, self.placeholders, self.stacks, self.marks)
+        block_of = dict(zip(map(id, whole), names, strict=True))
+        templates = self._templates(whole, block_of)
+        calls: list[Call] = []
+        call_of: dict[int, Call] = {}
+        for segment in self.segments:
+            if segment.stand_in:
+                assert segment.mark is not None
+                template = templates[segment.mark.call.group]
+                call = self._stand_in(segment, template, call_of.get(id(template)), block_of[id(template)])
+            else:
+                call = self._call(segment, block_of[id(segment)])
+                call_of[id(segment)] = call
+            calls.append(call)
+        for name, node in self.outputs.items():
+            if node in self.placeholders:
+                raise FoldError(f"output {name} is a parameter", "")
+            self.wanted.setdefault(name, self.values[node])
+        used = {item for call in calls for item in call.state}
+        kept = {key: info for key, info in self.state.items() if key in used}
+        return tuple(calls), blocks, self.wanted, kept
+
+    def _templates(self, whole: Sequence[Segment], block_of: Mapping[int, str]) -> dict[int, Segment]:
+        """Group -> the traced layer that its stand-ins are like; checked against the one before it."""
+        templates: dict[int, Segment] = {}
+        by_mark = {id(segment.mark): segment for segment in whole if segment.mark is not None}
+        for number, group in self.marks.groups.items():
+            if all(member.call.traced for member in group.live):
+                continue
+            stack = self.stacks[group.live[0].call.stack]
+            twin, template = [by_mark.get(id(member)) for member in group.traced][-2:]
+            if template is None or twin is None:
+                raise FoldError(f"a traced layer of {stack.path} leaves no nodes in the graph", stack.path)
+            one, other = self._path(twin), self._path(template)
+            if block_of[id(template)] != block_of[id(twin)]:
+                raise FoldError(f"{one} and {other} look alike but trace differently", stack.path)
+            for node, twin_node in zip(template.inputs, twin.inputs, strict=True):
+                if self.marks.is_argument(node) != self.marks.is_argument(twin_node) or (
+                    not self.marks.is_argument(node) and node is not twin_node
+                ):
+                    raise FoldError(f"{one} and {other} take their inputs from different places", stack.path)
+            for node, twin_node in zip(template.state, twin.state, strict=True):
+                if not self.marks.is_argument(node):
+                    self._check_twins(
+                        self.placeholders[node], self.placeholders[twin_node], other, one, stack
+                    )
+            templates[number] = template
+        return templates
+
+    def _check_twins(self, name: str, twin: str, path: str, twin_path: str, stack: Stack) -> None:
+        if name in self.constants:
+            if twin in self.constants and torch.equal(self.constants[name], self.constants[twin]):
+                return
+            raise FoldError(f"{path} and {twin_path} make different constants", stack.path)
+        if self._renamed(name, path, twin_path) != twin:
+            raise FoldError(f"{path} uses {name} where {twin_path} uses {twin}", stack.path)
+
+    def _renamed(self, name: str, path: str, other: str) -> str:
+        """What is called `name` in the layer at `path`, in another layer. Constants are those of the traced layer: layers
+        with other tensors among their attributes are of another kind."""
+        if name in self.constants:
+            return name
+        for known in self.names_of.get(name, (name,)):
+            if known.startswith(f"{path}."):
+                renamed = f"{other}.{known.removeprefix(f'{path}.')}"
+                return self.tied.get(renamed, renamed)
+        return name
+
+    def _path(self, segment: Segment) -> str:
+        return path_of(segment, self.stacks)
+
+    def _label(self, segment: Segment, block: str) -> str:
+        base = self._path(segment) or block
+        self.seen[base] = self.seen.get(base, -1) + 1
+        return base if not self.seen[base] else f"{base}#{self.seen[base]}"
+
+    def _value(self, node: Node) -> str:
+        return self.values[node]
+
+    def _bound(self, node: Node) -> Node:
+        """What stands outside for a node that a layer takes."""
+        item = self.marks.item(node)
+        return item[0].operand(item[1]) if item is not None and self.marks.is_argument(node) else node
+
+    def _call(self, segment: Segment, block: str) -> Call:
+        label = self._label(segment, block)
+        many = len(segment.outputs) > 1
+        outputs = tuple(f"{label}.{n}" if many else label for n in range(len(segment.outputs)))
+        call = Call(
+            block=block,
+            state=tuple(self.placeholders[self._bound(node)] for node in segment.state),
+            inputs=tuple(self._value(self._bound(node)) for node in segment.inputs),
+            outputs=outputs,
+            path=self._path(segment),
         )
-        if segment.place and segment.place[1] == stacks[segment.place[0]].kept - 1:
-            extra, renamed = _left_out(segment.place[0], segments, calls, values, stacks, names, full_state)
-            calls += extra
-            final |= renamed
-    wanted = {}
-    for name, node in outputs.items():
-        if node in placeholders:
-            raise FoldError(f"output {name} is a parameter")
-        wanted[name] = final.get(node, values[node])
-    used = {item for call in calls for item in call.state}
-    return tuple(calls), blocks, wanted, {key: info for key, info in full_state.items() if key in used}
+        named = dict(zip(segment.outputs, outputs, strict=True))
+        self.values.update(named)
+        if segment.mark is not None:
+            for slot, node in segment.mark.results_taken():
+                if slot in self.marks.group(segment.mark).slots:
+                    self.values[node] = named[segment.mark.result(slot)]
+        return call
+
+    def _stand_in(self, segment: Segment, template: Segment, call: Call | None, block: str) -> Call:
+        mark, like = segment.mark, template.mark
+        assert mark is not None
+        assert like is not None
+        stack = self.stacks[mark.call.stack]
+        if call is None:
+            raise FoldError(f"{mark.call.path} runs before the layer it is like", stack.path)
+        state, inputs = [], []
+        for node, name in zip(template.state, call.state, strict=True):
+            item = self.marks.item(node)
+            if item is not None:
+                state.append(self.placeholders[mark.operand(item[1])])
+                continue
+            renamed = self._renamed(name, like.call.path, mark.call.path)
+            self.state.setdefault(renamed, self.state[name].named(renamed))
+            state.append(renamed)
+        for node, name in zip(template.inputs, call.inputs, strict=True):
+            item = self.marks.item(node)
+            shared = item is None or not self.marks.is_argument(node)
+            inputs.append(name if shared else self._value(mark.operand(item[1])))  # type: ignore[index]
+        label = self._label(segment, block)
+        many = len(template.outputs) > 1
+        outputs = tuple(f"{label}.{n}" if many else label for n in range(len(template.outputs)))
+        named = dict(zip(template.outputs, outputs, strict=True))
+        for slot, node in mark.results_taken():
+            if slot in self.marks.group(mark).slots:
+                self.values[node] = named[like.result(slot)]
+        for name, node in self.outputs.items():
+            if node in named and name.startswith(f"update {like.call.path}."):
+                own = f"update {mark.call.path}.{name.removeprefix(f'update {like.call.path}.')}"
+                if own in self.wanted or mark.call.path == like.call.path:
+                    raise FoldError(f"{mark.call.path} changes its buffers more than once", stack.path)
+                self.wanted[own] = named[node]
+        return replace(call, state=tuple(state), inputs=tuple(inputs), outputs=outputs, path=mark.call.path)
 
 
-def _path(segment: Segment, stacks: Sequence[Stack]) -> str:
+def path_of(segment: Segment, stacks: Sequence[Stack]) -> str:
     return stacks[segment.place[0]].layer_path(segment.place[1]) if segment.place else ""
 
 
-def _label(segment: Segment, stacks: Sequence[Stack], block: str, seen: dict[str, int]) -> str:
-    base = _path(segment, stacks) or block
-    seen[base] = seen.get(base, -1) + 1
-    return base if not seen[base] else f"{base}#{seen[base]}"
-
-
-def _segments(nodes: Sequence[Node], stacks: Sequence[Stack]) -> list[Segment]:
-    prefixes = {
-        stack.layer_path(index): (number, index)
-        for number, stack in enumerate(stacks)
-        for index in range(stack.kept)
-    }
-    segments: list[Segment] = []
-    for node in nodes:
-        place = _place(module_path(node), prefixes)
-        if not segments or segments[-1].place != place:
-            segments.append(Segment([], place, [], [], []))
-        segments[-1].nodes.append(node)
-    shortened = {number for number, stack in enumerate(stacks) if stack.kept < len(stack.kinds)}
-    for number in shortened:
-        places = [segment.place for segment in segments]
-        expected = [(number, index) for index in range(stacks[number].kept)]
-        if expected[0] not in places:
-            raise FoldError(f"stack {stacks[number].path} leaves no nodes in the graph")
-        first = places.index(expected[0])
-        if places[first : first + len(expected)] != expected or sum(
-            place in expected for place in places
-        ) != len(expected):
-            raise FoldError(f"the layers of {stacks[number].path} do not follow each other directly")
-    return segments
-
-
-def _place(path: str, prefixes: Mapping[str, Place]) -> Place | None:
-    parts = path.split(".")
-    for length in range(len(parts), 0, -1):
-        place = prefixes.get(".".join(parts[:length]))
-        if place is not None:
-            return place
-    return None
-
-
-def _find_interfaces(segments: list[Segment], placeholders: Mapping[Node, str], wanted: set[Node]) -> None:
-    where = {node: position for position, segment in enumerate(segments) for node in segment.nodes}
-    leaving = set(wanted)
-    for position, segment in enumerate(segments):
-        for node in segment.nodes:
-            for operand in node.all_input_nodes:
-                if operand in placeholders:
-                    if operand not in segment.state:
-                        segment.state.append(operand)
-                elif where.get(operand) != position and operand not in segment.inputs:
-                    segment.inputs.append(operand)
-                    leaving.add(operand)
-    for segment in segments:
-        segment.outputs = [node for node in segment.nodes if node in leaving]
-
-
 def _blocks(
-    segments: list[Segment], placeholders: Mapping[Node, str], stacks: Sequence[Stack]
+    segments: Sequence[Segment], placeholders: Mapping[Node, str], stacks: Sequence[Stack], marks: Marks
 ) -> tuple[dict[str, Block], list[str]]:
     blocks: dict[str, Block] = {}
     by_key: dict[str, str] = {}
@@ -174,7 +232,7 @@ def _blocks(
         if key not in by_key:
             name = _block_name(segment, stacks, blocks)
             by_key[key] = name
-            blocks[name] = _block(name, segment, placeholders, _path(segment, stacks))
+            blocks[name] = _block(name, segment, placeholders, path_of(segment, stacks), marks)
         names.append(by_key[key])
     return blocks, names
 
@@ -190,11 +248,13 @@ def _block_name(segment: Segment, stacks: Sequence[Stack], taken: Mapping[str, B
     return name
 
 
-def _block(name: str, segment: Segment, placeholders: Mapping[Node, str], path: str) -> Block:
+def _block(name: str, segment: Segment, placeholders: Mapping[Node, str], path: str, marks: Marks) -> Block:
     graph = Graph()
     copied: dict[Node, Node] = {}
     for node in segment.state:
-        relative = placeholders[node].removeprefix(f"{path}.") if path else placeholders[node]
+        item = marks.item(node)
+        known = placeholders[node if item is None else item[0].operand(item[1])]
+        relative = known.removeprefix(f"{path}.") if path else known
         copied[node] = graph.placeholder(_identifier(relative))
     for number, node in enumerate(segment.inputs):
         copied[node] = graph.placeholder(f"input{number}" if node.op != "placeholder" else node.name)
@@ -226,83 +286,3 @@ def _block(name: str, segment: Segment, placeholders: Mapping[Node, str], path: 
 def _identifier(text: str) -> str:
     name = "".join(letter if letter.isalnum() else "_" for letter in text)
     return name if name.isidentifier() else f"_{name}"
-
-
-def _left_out(
-    number: int,
-    segments: list[Segment],
-    calls: list[Call],
-    values: Mapping[Node, str],
-    stacks: Sequence[Stack],
-    names: list[str],
-    state: dict[str, StateInfo],
-) -> tuple[list[Call], dict[Node, str]]:
-    """Calls for the layers of a stack that were left out, and new value names for what the last kept layer made."""
-    stack = stacks[number]
-    if stack.kept == len(stack.kinds):
-        return [], {}
-    first = next(index for index, segment in enumerate(segments) if segment.place == (number, 0))
-    kept = segments[first : first + stack.kept]
-    kept_calls = calls[first_call(calls, stack) :]
-    produced = {
-        value: (index, slot)
-        for index, call in enumerate(kept_calls)
-        for slot, value in enumerate(call.outputs)
-    }
-    for segment in segments[first + stack.kept :]:
-        for node in segment.inputs:
-            place = produced.get(values.get(node, ""))
-            if place and place[0] != stack.kept - 1:
-                raise FoldError(f"an inner layer of {stack.path} is used outside of the stack")
-    chain = list(kept_calls)
-    for index in range(stack.kept, len(stack.kinds)):
-        template, twin = [at for at in range(stack.kept) if stack.kinds[at] == stack.kinds[index]][:-3:-1]
-        if names[first + template] != names[first + twin]:
-            raise FoldError(f"layers {twin} and {template} of {stack.path} look alike but trace differently")
-        inputs = []
-        for value, twin_value in zip(kept_calls[template].inputs, kept_calls[twin].inputs, strict=True):
-            made, twin_made = produced.get(value), produced.get(twin_value)
-            if value == twin_value:
-                inputs.append(value)
-            elif made and (
-                (twin_made and template - made[0] == twin - twin_made[0] and made[1] == twin_made[1])
-                or (twin == 0 and twin_made is None and template - made[0] == 1)
-            ):
-                previous = chain[index - (template - made[0])]
-                if made[1] >= len(previous.outputs) or len(previous.outputs) != len(
-                    kept_calls[made[0]].outputs
-                ):
-                    raise FoldError(f"layers of {stack.path} hand on different values")
-                inputs.append(previous.outputs[made[1]])
-            else:
-                raise FoldError(
-                    f"layers {twin} and {template} of {stack.path} take their inputs from different places"
-                )
-        path, template_path = stack.layer_path(index), stack.layer_path(template)
-        renamed_state = []
-        for name in kept_calls[template].state:
-            renamed = (
-                name.replace(f"{template_path}.", f"{path}.", 1)
-                if name.startswith(f"{template_path}.")
-                else name
-            )
-            state.setdefault(renamed, state[name])
-            renamed_state.append(renamed)
-        outputs = tuple(value.replace(template_path, path, 1) for value in kept_calls[template].outputs)
-        chain.append(
-            replace(
-                kept_calls[template],
-                state=tuple(renamed_state),
-                inputs=tuple(inputs),
-                outputs=outputs,
-                path=path,
-            )
-        )
-    last, final = kept[-1], chain[-1]
-    if len(last.outputs) != len(final.outputs):
-        raise FoldError(f"the last layers of {stack.path} hand on different values")
-    return chain[stack.kept :], {node: final.outputs[slot] for slot, node in enumerate(last.outputs)}
-
-
-def first_call(calls: Sequence[Call], stack: Stack) -> int:
-    return next(index for index, call in enumerate(calls) if call.path == stack.layer_path(0))

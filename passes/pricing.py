@@ -12,11 +12,15 @@ from collections.abc import Mapping
 from functools import lru_cache
 
 from autopar.cost.compute import Work, matmul_side, works
+from autopar.cost.experts import inside, is_experts
 from autopar.cost.prices import Prices
+from autopar.cost.ring import moves, ring_s
 from autopar.errors import ShardingError
 from autopar.mesh import Mesh
-from autopar.passes.candidates import DATA_AXES, Candidate, active_axes, of_choice, whole_candidate
+from autopar.passes.candidates import TOKEN_AXES, Candidate, active_axes, of_choice, whole_candidate
 from autopar.problem import Choice, Op, Problem, Value
+from autopar.rules.attention import ROWS_AND_KEYS, WINDOW, row_excess, visible_share
+from autopar.rules.rule import PAIR
 from autopar.sharding import Sharding, Step, Use, reshard_steps
 
 FORWARD, BACKWARD = "forward compute", "backward compute"
@@ -67,19 +71,48 @@ class Pricer:
         )
         flops, side = 0.0, 1.0
         if op.rule is not None and work.kind in ("matmul", "attention"):
-            local = {
-                name: size // math.prod(self.sizes[axis] for axis in candidate.by_factor.get(name, ()))
-                for name, size in op.rule.sizes.items()
-            }
+            local = op.rule.local_sizes(candidate.by_factor, self.sizes)
             flops = op.rule.flops_per_point * math.prod(local.values())
-            if op.rule.lowering == "causal_attention" and op.rule.special & set(candidate.by_factor):
-                flops *= 2  # a slice of the queries is run with a mask, which skips nothing of the keys
+            flops *= row_excess(op.rule, candidate.by_factor)
             side = matmul_side(op, local) if work.kind == "matmul" else 1.0
         key = (work, flops, side, operands, results)
         found = self._op_s.get(key)
         if found is None:
             found = self._op_s[key] = self.prices.roofline.op_s(work, flops, side, operands, results)
+        if is_experts(op):
+            forward, backward = self._experts_s(op, candidate)
+            return found[0] + forward, found[1] + (backward if any(work.backward) else 0.0)
+        if work.kind == "attention" and PAIR.join(ROWS_AND_KEYS) in candidate.by_factor:
+            forward, backward = self._ring_s(op, candidate, operands)
+            return found[0] + forward, found[1] + (backward if any(work.backward) else 0.0)
         return found
+
+    def _ring_s(self, op: Op, candidate: Candidate, operands: tuple[float, ...]) -> tuple[float, float]:
+        """(forward, backward) seconds of what attention sends around its ring."""
+        assert op.rule is not None
+        (axis,) = candidate.by_factor[PAIR.join(ROWS_AND_KEYS)]
+        keys = self.problem.values[op.operands[1]]
+        exact = max(4, self.prices.item_bytes[keys.info.dtype]) / self.prices.item_bytes[keys.info.dtype]
+        held = operands[1] + operands[2]
+        count = moves(self.sizes[axis], visible_share(op.rule), windowed=op.rule.lowering == WINDOW)
+        return ring_s(
+            self.prices.cluster, self.sizes[axis], self.mesh.stride(axis), held, exact * held, count
+        )
+
+    def _experts_s(self, op: Op, candidate: Candidate) -> tuple[float, float]:
+        """(forward, backward) seconds of what experts do beside their products: rows put in order and what is between
+        the products, each written and read; and along axes that split tokens too, rows sent there and back, and
+        first their numbers, which are too small to count but for their latency."""
+        prices, within = self.prices, inside(op, candidate.by_factor, self.sizes)
+        item = prices.item_bytes[self.problem.values[op.operands[0]].info.dtype]
+        forward = 2 * item * within.kept_elements(prices.fused) / prices.roofline.memory
+        sent = 0.0
+        for axis in within.pairs:
+            sent += sum(
+                prices.collective_s("all_to_all", axis, item * count) for count in within.sent_elements
+            )
+        counts = sum(prices.collective_s("all_to_all", axis, 8.0) for axis in within.pairs)
+        return forward + sent + counts, 2 * forward + sent
 
     def move_s(self, value: Value, made: Sharding, use: Use) -> tuple[float, float]:
         """(forward, backward) seconds of one reshard (of a use that `normal_use` gave); inf where there is no way."""
@@ -207,13 +240,13 @@ def evaluate(
 
 def normal_use(value: Value, use: Use) -> Use:
     """The use without what costs nothing: how the gradient of a value that has none would come back, and the sums
-    over the data axes in the gradient of *state*, which are the parameter store's to reduce."""
+    over the token axes in the gradient of *state*, which are the parameter store's to reduce."""
     if not use.grad_sums:
         return use
     if not value.gradient:
         return Use(use.sharding)
     if value.state:
-        return Use(use.sharding, tuple(axis for axis in use.grad_sums if axis not in DATA_AXES))
+        return Use(use.sharding, tuple(axis for axis in use.grad_sums if axis not in TOKEN_AXES))
     return use
 
 

@@ -14,7 +14,7 @@ from torch.fx import Node
 
 from autopar.passes.axes import Axes
 from autopar.problem import Op, Problem, Value
-from autopar.program import Block, Program, node_info, op_name
+from autopar.program import Block, Program, batch_of, node_info, op_name
 from autopar.rules import operand_nodes
 
 # Ops that only describe their operand anew: no bytes move.
@@ -67,8 +67,8 @@ def build_problem(program: Program, axes: Axes) -> Problem:
 
 def _batch(program: Program, axes: Axes) -> int:
     sizes = axes.sizes.get("batch", frozenset())
-    firsts = [info.shape[0] for info in program.inputs.values() if info.shape]
-    return firsts[0] if firsts else max(sizes, default=1)
+    found = batch_of(program.inputs)
+    return max(sizes, default=1) if found is None else found
 
 
 def _op(block: Block, node: Node, axes: Axes, times: int) -> Op:

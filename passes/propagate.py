@@ -23,9 +23,10 @@ from autopar.problem import Op, Problem
 from autopar.program import Program
 from autopar.sharding import Sharding
 
-MESH_AXES = ("dp", "fsdp", "tp")
+MESH_AXES = ("dp", "fsdp", "ep", "cp", "tp")
 
 _LOGICAL = re.compile(r"[a-z_]+\d*")
+_PIECE = re.compile(r"\[(:, )*\d+:\d+\]$")
 
 
 @dataclass(frozen=True)
@@ -188,8 +189,9 @@ def _seed_state(work: _Propagation, program: Program, constraint: Constraint) ->
     for call in program.calls:
         block = program.blocks[call.block]
         for node, state in zip(block.state, call.state, strict=True):
-            names = (state, *(alias for alias, name in program.tied.items() if name == state))
-            if not any(fnmatchcase(name, constraint.pattern) for name in names):
+            source = program.state[state].source(state)  # of a packed parameter, its pieces are all meant
+            names = (state, source, *(alias for alias, name in program.tied.items() if name == source))
+            if not any(fnmatchcase(name, _literal_piece(constraint.pattern)) for name in names):
                 continue
             matched = True
             value = f"{call.block}/{node}"
@@ -211,6 +213,12 @@ def _seed_state(work: _Propagation, program: Program, constraint: Constraint) ->
         )
 
 
+def _literal_piece(pattern: str) -> str:
+    """The range that ends the name of a piece, `weight[:, 0:64]`, is no set of characters."""
+    found = _PIECE.search(pattern)
+    return pattern if found is None else f"{pattern[: found.start()]}[[]{pattern[found.start() + 1 :]}"
+
+
 def _seed_logical(work: _Propagation, constraint: Constraint) -> None:
     logical = constraint.logical
     known = sorted({name for op in work.problem.ops for name in op.logical.values()})
@@ -220,9 +228,10 @@ def _seed_logical(work: _Propagation, constraint: Constraint) -> None:
             hint=f"one of {', '.join(known)}",
         )
     for axis in constraint.axes:
-        if axis != "tp" and logical != "batch":
+        splits = {"tp": logical, "cp": "sequence"}.get(axis, "batch")
+        if logical != splits:
             raise ConstraintError(
-                f"constraint {constraint.text!r}: {axis} splits the batch, not {logical}",
+                f"constraint {constraint.text!r}: {axis} splits the {splits}, not {logical}",
                 hint=f"{logical}=tp, or batch={axis}",
             )
         for op in work.problem.ops:

@@ -23,7 +23,7 @@ from autopar.errors import ConstraintError, InfeasibleError, UsageError
 from autopar.mesh import Mesh
 from autopar.passes import pricing
 from autopar.passes.candidates import candidates
-from autopar.passes.combinations import mesh_of, meshes, splits
+from autopar.passes.combinations import data_ways, mesh_of, meshes, splits
 from autopar.passes.placement import solve
 from autopar.passes.plan_writer import Found, write_plan
 from autopar.passes.propagate import check_fixed
@@ -81,7 +81,7 @@ def search(
     Raises UsageError (nothing divides), ConstraintError (no mesh allows the constraints), InfeasibleError.
     """
     _check(batch, seq, micro_batches, recompute)
-    allowed = _allowed(problem, meshes(cluster.device_count, mesh), constraints)
+    allowed = _allowed(problem, meshes(cluster.device_count, mesh, _experts(problem)), constraints)
     counts = splits(batch, allowed, micro_batches)
     work = _Work(program, problem, cluster, batch, precision, progress)
     tried: list[Found] = []
@@ -187,9 +187,9 @@ class _Work:
         self.progress = progress or (lambda _: None)
         self.recomputed = {call.block for call in program.calls if call.path}
         self.problems: dict[int, Problem] = {}
-        self.placed: dict[tuple[int, int, int, bool], _Placed] = {}
-        self.bounds: dict[tuple[int, int, int], float] = {}
-        self.calls: dict[tuple[int, int, int, bool, int], dict[str, lifetimes.Call]] = {}
+        self.placed: dict[tuple[Mesh, int, bool], _Placed] = {}
+        self.bounds: dict[tuple[Mesh, int], float] = {}
+        self.calls: dict[tuple[Mesh, int, bool, int], dict[str, lifetimes.Call]] = {}
         self.parameters = _parameters(program)
 
     def problem_at(self, micro_batches: int) -> Problem:
@@ -197,8 +197,8 @@ class _Work:
             self.problems[micro_batches] = self.problem.with_batch(self.batch // micro_batches)
         return self.problems[micro_batches]
 
-    def _place_key(self, key: _Key) -> tuple[int, int, int, bool]:
-        return key.mesh.sizes["tp"], key.mesh.size("dp", "fsdp"), key.micro_batches, key.lean
+    def _place_key(self, key: _Key) -> tuple[Mesh, int, bool]:
+        return _unsharded(key.mesh), key.micro_batches, key.lean
 
     def is_placed(self, key: _Key) -> bool:
         return self._place_key(key) in self.placed
@@ -206,9 +206,10 @@ class _Work:
     def bound_s(self, mesh: Mesh, micro_batches: int) -> float:
         """A lower bound of any plan on this mesh with so many micro-batches or more: the least compute of every op,
         no communication, and the optimizer on an even share of all parameters."""
-        key = (mesh.sizes["tp"], mesh.size("dp", "fsdp"), micro_batches)
+        one = _unsharded(mesh)
+        key = (one, micro_batches)
         if key not in self.bounds:
-            problem, one = self.problem_at(micro_batches), mesh_of(key[1], 1, key[0])
+            problem = self.problem_at(micro_batches)
             pricer = pricing.Pricer(problem, one, Prices.of(self.cluster, one, self.precision, problem))
             least = sum(
                 op.times * min(sum(pricer.op_s(op, candidate)) for candidate in candidates(op, problem, one))
@@ -257,7 +258,9 @@ class _Work:
             for block, times in self.program.multiplicity.items()
         ]
         stored = (
-            placed.stored if key.mesh.sizes["dp"] == 1 else replace(placed.stored, summed=placed.stored.all)
+            placed.stored
+            if data_ways(key.mesh) == key.mesh.sizes["fsdp"]
+            else replace(placed.stored, summed=placed.stored.all)
         )
         kinds = memory.fullest(
             runs,
@@ -275,11 +278,11 @@ class _Work:
     def _place(self, key: _Key) -> _Placed:
         where = self._place_key(key)
         if where not in self.placed:
-            tp, data, micro_batches, lean = where
+            mesh, micro_batches, lean = where
             self.progress(
-                f"placing tp={tp}, {data} data ranks, {micro_batches} micro-batches{', lean' if lean else ''}"
+                f"placing tp={mesh.sizes['tp']}, {data_ways(mesh)} data ranks, {micro_batches} micro-batches{', lean' if lean else ''}"
             )
-            problem, mesh = self.problem_at(micro_batches), mesh_of(data, 1, tp)
+            problem = self.problem_at(micro_batches)
             prices = Prices.of(self.cluster, mesh, self.precision, problem, micro_batches=micro_batches)
             real = step.parameter_s(prices, micro_batches)
             solution = solve(
@@ -321,7 +324,16 @@ class _Work:
             for name in ways
             if not problem.values[name].gradient
         )
-        holdings = step.Holdings(stored, tuple(calls))
+        summed = {
+            axis: sum(
+                elements * count / ways[name]
+                for name, (elements, count) in self.parameters.items()
+                if axis not in solution.shardings[name].axes
+            )
+            for axis in ("ep", "cp")
+            if mesh.sizes.get(axis, 1) > 1
+        }
+        holdings = step.Holdings(stored, tuple(calls), summed)
         held = memory.Stored(
             all=stored,
             largest=max(
@@ -336,6 +348,38 @@ class _Work:
             frozen_bytes=frozen,
         )
         return _Placed(problem, prices, solution, part, holdings, held)
+
+
+def _unsharded(mesh: Mesh) -> Mesh:
+    """The mesh whose placement serves `mesh`: dp and fsdp act together on ops."""
+    sizes = mesh.sizes
+    return mesh_of(**{**sizes, "dp": sizes["dp"] * sizes["fsdp"], "fsdp": 1})
+
+
+def _experts(problem: Problem) -> list[int]:
+    """The numbers of experts of the ops that can split tokens and experts at once."""
+    pairs = [
+        (op.rule, pair)
+        for op in problem.ops
+        if op.rule is not None
+        for pair in op.rule.pairs
+        if op.logical.get(pair[0]) == "batch"
+    ]
+    return sorted({rule.sizes[pair[1]] for rule, pair in pairs})
+
+
+def price_placement(
+    program: Program, problem: Problem, cluster: Cluster, mesh: Mesh, solution: Solution, *, precision: str
+) -> Found:
+    """Time and memory of a step under any placement, a hand-made one for instance: one micro-batch of the problem's
+    batch, nothing recomputed."""
+    work = _Work(program, problem, cluster, problem.batch, precision, None)
+    key = _Key(mesh, 1, "none", lean=False)
+    prices = Prices.of(cluster, mesh, precision, problem)
+    work.placed[work._place_key(key)] = work._measure(problem, mesh, prices, solution)
+    found = work.price(key)
+    assert found is not None
+    return found
 
 
 def problem_elements(problem: Problem, name: str) -> int:

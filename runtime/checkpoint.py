@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from torch import Tensor
 
 from autopar.errors import TrainingError
 from autopar.runtime.groups import peer_errors
+from autopar.runtime.store import Entry
 from autopar.runtime.trainer import Trainer
 
 FORMAT = 1
@@ -62,17 +64,13 @@ def save_checkpoint(folder: Path, trainer: Trainer, *, about: Mapping[str, Any])
     if first:
         check_target(folder)
     with peer_errors(f"saving step {trainer.step_count}"):
-        for name, entry in store.entries.items():
-            whole = store.whole(name, entry.parameter.detach())
+        for name in store.parts:
+            whole = store.whole_parameter(name, lambda entry: entry.parameter.detach())
             if first:
                 parameters[name] = whole.cpu().contiguous().clone()
-            for key, value in trainer.optimizer.state.get(entry.parameter, {}).items():
-                if not isinstance(value, Tensor):
-                    continue
-                split = value.shape == entry.parameter.shape and value.dim()
-                full = store.whole(name, value) if split else value
+            for key, full in _moments(trainer, name):
                 if first:
-                    optimizer[f"{name}|{key}"] = full.cpu().contiguous().clone()
+                    optimizer[key] = full.cpu().contiguous().clone()
         for name in store.buffers:
             whole = store.whole_buffer(name)
             if first:
@@ -81,6 +79,34 @@ def save_checkpoint(folder: Path, trainer: Trainer, *, about: Mapping[str, Any])
             _write(folder, parameters, optimizer, {"format": FORMAT, "step": trainer.step_count, **about})
         if dist.is_initialized():
             dist.barrier()
+
+
+def _moments(trainer: Trainer, name: str) -> Iterator[tuple[str, Tensor]]:
+    """The optimizer's tensors for a parameter, whole, as `NAME|FIELD`. Of a packed parameter a tensor of another shape
+    than its pieces' is saved for each piece (`NAME[0:64]|FIELD`), but for a number that is the same for all."""
+    store = trainer.model.store
+    entries = {part: store.entries[part] for part in store.parts[name]}
+    states = {part: trainer.optimizer.state.get(entry.parameter, {}) for part, entry in entries.items()}
+    for key in dict.fromkeys(key for state in states.values() for key in state):
+        values = {part: state[key] for part, state in states.items() if isinstance(state.get(key), Tensor)}
+        if not values:
+            continue
+        first = next(iter(values.values()))
+        if all(
+            value.dim() and value.shape == entries[part].parameter.shape for part, value in values.items()
+        ):
+            yield f"{name}|{key}", store.whole_parameter(name, partial(_share_of, values))
+        elif len(entries) == 1 or (
+            len(values) == len(entries)
+            and all(not value.dim() and bool(value == first) for value in values.values())
+        ):
+            yield f"{name}|{key}", first
+        else:
+            yield from ((f"{part}|{key}", value) for part, value in values.items())
+
+
+def _share_of(values: Mapping[str, Tensor], entry: Entry) -> Tensor:
+    return values[entry.name] if entry.name in values else torch.zeros_like(entry.parameter)
 
 
 def _write(
@@ -138,7 +164,7 @@ def load_checkpoint(folder: Path, trainer: Trainer) -> dict[str, Any]:
     """
     about = read_about(folder)
     store = trainer.model.store
-    expected = {name: entry.layout.info.shape for name, entry in store.entries.items()}
+    expected = {name: store.entries[parts[0]].layout.info.source_shape for name, parts in store.parts.items()}
     expected.update((name, store.layouts[name].info.shape) for name in store.buffers)
     try:
         with (
@@ -148,7 +174,14 @@ def load_checkpoint(folder: Path, trainer: Trainer) -> dict[str, Any]:
             _check_shapes(weights, expected, folder)
             # safe_open is no mapping
             fields = {key: key.rpartition("|")[0] for key in moments.keys()}  # noqa: SIM118
-            unknown = next((key for key, name in fields.items() if name not in store.entries), None)
+            unknown = next(
+                (
+                    key
+                    for key, name in fields.items()
+                    if name not in store.parts and name not in store.entries
+                ),
+                None,
+            )
             if unknown is not None:
                 raise TrainingError(
                     f"the checkpoint has {unknown.replace('|', ' of the optimizer, field ')}, a parameter the model "
@@ -157,17 +190,22 @@ def load_checkpoint(folder: Path, trainer: Trainer) -> dict[str, Any]:
                     hint="a checkpoint of this model",
                 )
             with torch.no_grad():
-                for name, entry in store.entries.items():
-                    entry.parameter.copy_(store.share(name, weights.get_tensor(name)))
+                for name, parts in store.parts.items():
+                    whole = weights.get_tensor(name)
+                    for part in parts:
+                        entry = store.entries[part]
+                        entry.parameter.copy_(store.share(part, entry.layout.info.take(whole)))
                 for name in store.buffers:
                     store.set_buffer(name, weights.get_tensor(name))
             for key, name in fields.items():
-                entry = store.entries[name]
                 value = moments.get_tensor(key)
-                local = value
-                if value.shape == torch.Size(entry.layout.info.shape) and value.dim():
-                    local = store.share(name, value).contiguous().clone()
-                trainer.optimizer.state[entry.parameter][key.rpartition("|")[2]] = local
+                for part in store.parts.get(name, (name,)):
+                    entry = store.entries[part]
+                    info = entry.layout.info
+                    local = value.clone()
+                    if value.dim() and value.shape == torch.Size(info.source_shape):
+                        local = store.share(part, info.take(value)).contiguous().clone()
+                    trainer.optimizer.state[entry.parameter][key.rpartition("|")[2]] = local
     except (SafetensorError, OSError) as error:
         raise TrainingError(
             f"the checkpoint cannot be read: {error}", where=str(folder), hint="an earlier checkpoint"

@@ -28,6 +28,8 @@ from autopar.sharding import Sharding
 # A rank that waits longer than this for another gives up: a dead or stuck peer must not hang the run.
 TIMEOUT_S = 300.0
 
+SIMULATED = "simulated"  # the backend of `autopar.runtime.simulate`, whose ranks are threads, on the CPU
+
 # What gloo, NCCL and torch's store say (as a RuntimeError of no class of its own) when a peer is late, or gone.
 _LATE = re.compile(r"timed? ?out|timeout", re.IGNORECASE)
 _GONE = re.compile(r"connection|broken pipe|gloo|nccl|socket|peer", re.IGNORECASE)
@@ -103,14 +105,17 @@ def check_world(mesh: Mesh) -> None:
 
 
 def world_size() -> int:
-    """How many processes were launched: WORLD_SIZE as torchrun sets it, else 1."""
+    """How many ranks there are: of the running process group, else WORLD_SIZE as torchrun sets it, else 1."""
+    if dist.is_initialized():
+        return dist.get_world_size()
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def join_mesh(mesh: Mesh, *, timeout_s: float = TIMEOUT_S) -> Groups:
     """Start torch.distributed for this process (once) and make a group per axis."""
     check_world(mesh)
-    on_gpu = torch.cuda.is_available()
+    simulated = dist.is_initialized() and dist.get_backend() == SIMULATED
+    on_gpu = torch.cuda.is_available() and not simulated
     local = int(os.environ.get("LOCAL_RANK", "0"))
     device = torch.device("cuda", local) if on_gpu else torch.device("cpu")
     if mesh.device_count == 1:

@@ -100,13 +100,20 @@ def bind(block: RankBlock, groups: Groups) -> GraphModule:
     for node in block.graph.graph.nodes:
         copied = fresh.node_copy(node, mapping.__getitem__)
         if node.op == "call_function":
-            if getattr(node.target, "__module__", None) == collectives.__name__:
+            if _names_groups(node.target):
                 copied.args = tuple(bound(argument) for argument in copied.args)
+                copied.kwargs = {key: bound(argument) for key, argument in copied.kwargs.items()}
             if "device" in copied.kwargs:
                 copied.kwargs = {**copied.kwargs, "device": groups.device}
         mapping[node] = copied
     fresh.lint()
     return GraphModule(torch.nn.Module(), fresh)
+
+
+def _names_groups(target: object) -> bool:
+    """Whether a function takes names of groups: those of `collectives` and of the `*_steps` modules beside it."""
+    module = str(getattr(target, "__module__", ""))
+    return module == collectives.__name__ or (module.startswith("autopar.") and module.endswith("_steps"))
 
 
 def _last_uses(program: RankProgram) -> list[list[str]]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,27 +74,29 @@ class ParameterStore:
     """Holds this rank's share of the model's state."""
 
     def __init__(self, program: RankProgram, groups: Groups, state: Mapping[str, Tensor]) -> None:
-        """`state`: the whole tensors by canonical name; only this rank's share is kept."""
+        """`state`: the model's whole tensors by its own canonical names; only this rank's share is kept."""
         self.groups = groups
         self.fsdp = groups.mesh.sizes.get(FSDP, 1)
         self.entries: dict[str, Entry] = {}
         self.buffers: dict[str, Tensor] = {}  # this rank's piece of each; constants too
         self.layouts = program.state
         for name, layout in program.state.items():
-            if name not in state:
+            source = layout.info.source(name)
+            if source not in state:
                 raise TrainingError(
-                    f"the model has no tensor {name}", hint="the model that the plan was made for"
+                    f"the model has no tensor {source}", hint="the model that the plan was made for"
                 )
-            whole = state[name]
-            if tuple(whole.shape) != layout.info.shape:
+            whole = state[source]
+            if tuple(whole.shape) != layout.info.source_shape:
                 raise TrainingError(
-                    f"{name} has shape {list(whole.shape)}, the plan expects {list(layout.info.shape)}"
+                    f"{source} has shape {list(whole.shape)}, the plan expects {list(layout.info.source_shape)}"
                 )
-            piece = groups.cut(whole.detach(), layout.sharding)
+            piece = groups.cut(layout.info.take(whole.detach()), layout.sharding)
             if layout.info.kind == "parameter":
                 self.entries[name] = self._entry(name, layout, piece)
             else:
                 self.buffers[name] = piece.to(groups.device).clone()
+        self.parts = _parts(program)
         self._gathered: dict[
             int, dict[str, Tensor]
         ] = {}  # call -> parameters gathered again for its backward
@@ -116,6 +118,7 @@ class ParameterStore:
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
+        """This rank's shares by name of state: of a packed parameter one per piece."""
         return {name: entry.parameter for name, entry in self.entries.items()}
 
     # ---- before a call -------------------------------------------------------------------------------------
@@ -193,11 +196,12 @@ class ParameterStore:
             for name, tensor in zip(names, taken, strict=True)
             if name in self.entries
         }
+        dtypes = {name: tensor.dtype for name, tensor in zip(names, taken, strict=True)}
 
         def pack(tensor: Tensor) -> Tensor | _Saved:
             name = owner.get(tensor.untyped_storage().data_ptr())
-            if name is None:
-                return tensor
+            if name is None or tensor.dtype != dtypes[name] or tensor.is_conj() or tensor.is_neg():
+                return tensor  # also a view of other numbers: of pairs as complex ones, of conjugates
             return _Saved(name, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
 
         def unpack(saved: Tensor | _Saved) -> Tensor:
@@ -272,6 +276,14 @@ class ParameterStore:
             piece = gathered[: math.prod(entry.shape)].reshape(entry.shape)
         return self.groups.join(piece, entry.layout.sharding)
 
+    def whole_parameter(self, name: str, local: Callable[[Entry], Tensor]) -> Tensor:
+        """As `whole`, by the model's own name of the parameter: put together if it is packed. `local` gives the share
+        of each of its parts."""
+        parts = [self.entries[part] for part in self.parts[name]]
+        wholes = [self.whole(entry.name, local(entry)) for entry in parts]
+        piece = parts[0].layout.info.piece
+        return wholes[0] if piece is None else torch.cat(wholes, piece.dim)
+
     def share(self, name: str, whole: Tensor) -> Tensor:
         """This rank's share of a whole tensor: the inverse of `whole`."""
         entry = self.entries[name]
@@ -300,6 +312,17 @@ class _GatherParameters(Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
         ctx.store.drop(ctx.call)
         return None, None, None, *ctx.store.reduce_rows(ctx.names, gradients)
+
+
+def _parts(program: RankProgram) -> dict[str, tuple[str, ...]]:
+    """The model's name of each parameter -> the states it consists of: itself, or the pieces of a packed one in
+    order."""
+    found: dict[str, list[tuple[int, str]]] = {}
+    for name, layout in program.state.items():
+        if layout.info.kind == "parameter":
+            start = layout.info.piece.start if layout.info.piece else 0
+            found.setdefault(layout.info.source(name), []).append((start, name))
+    return {name: tuple(part for _, part in sorted(parts)) for name, parts in found.items()}
 
 
 def _padded(tensor: Tensor, length: int) -> Tensor:

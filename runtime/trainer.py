@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from autopar.errors import TrainingError
+from autopar.nested import flat_inputs
 from autopar.passes.limits import IdLimit
-from autopar.program import TensorInfo, tensor_info
+from autopar.program import TensorInfo, batch_dim, tensor_info
 from autopar.runtime.groups import peer_errors
 from autopar.runtime.model import RankModel
 
@@ -75,7 +76,9 @@ class Trainer:
 
     def gradients(self, batch: Mapping[str, Tensor]) -> float:
         """Gradients of the whole batch's loss into the local parameters' `.grad`; returns the loss."""
+        batch = flat_inputs(batch)
         self._check(batch)
+        self._check_fixed(batch)
         count_name = self.model.program.count
         total, weights = 0.0, 0.0
         for number in range(self.micro_batches):
@@ -124,7 +127,10 @@ class Trainer:
                     hint=f"a batch with {name!r}",
                 )
             value = batch[name]
-            expected = TensorInfo((info.shape[0] * self.micro_batches, *info.shape[1:]), info.dtype)
+            shape = list(info.shape)
+            if shape:
+                shape[batch_dim(name, info.shape)] *= self.micro_batches
+            expected = TensorInfo(tuple(shape), info.dtype)
             found = tensor_info(value) if isinstance(value, Tensor) else type(value).__name__
             if found != expected:
                 raise TrainingError(
@@ -151,8 +157,28 @@ class Trainer:
     def _micro(self, batch: Mapping[str, Tensor], number: int) -> dict[str, Tensor]:
         pieces = {}
         for name in self.model.program.inputs:
-            size = batch[name].shape[0] // self.micro_batches
-            pieces[name] = (
-                batch[name].narrow(0, number * size, size) if self.micro_batches > 1 else batch[name]
-            )
+            pieces[name] = self._piece(name, batch[name], number)
         return pieces
+
+    def _piece(self, name: str, value: Tensor, number: int) -> Tensor:
+        if self.micro_batches == 1 or not value.dim():
+            return value
+        dim = batch_dim(name, tuple(value.shape))
+        size = value.shape[dim] // self.micro_batches
+        return value.narrow(dim, number * size, size)
+
+    def _check_fixed(self, batch: Mapping[str, Tensor]) -> None:
+        """Inputs that the program has as constants are the same in every batch, and in every micro-batch."""
+        for name, fixed in self.model.program.fixed.items():
+            if name not in batch:
+                continue
+            for number in range(self.micro_batches):
+                found = self._piece(name, batch[name], number).cpu()
+                if found.shape != fixed.shape or not bool((found == fixed).all()):
+                    raise TrainingError(
+                        f"{name} is {found.tolist()}, the plan is for {fixed.tolist()}: its values decide the shapes of what "
+                        "is computed",
+                        where=f"step {self.step_count + 1}"
+                        + (f", micro-batch {number + 1}" if self.micro_batches > 1 else ""),
+                        hint=f"batches with this {name} (images of one size), or compile with a batch that has the other",
+                    )

@@ -170,9 +170,16 @@ class Roofline:
         return forward, backward
 
 
-def matmul_side(op: Op, local: Mapping[str, int]) -> float:
+def matmul_side(op: Op, local: Mapping[str, float]) -> float:
     """(m*n*k)**(1/3) of one product: factors that every tensor has are batch dims and repeat it."""
     assert op.rule is not None
+    if op.kind == "autopar.experts":  # one product per expert: its tokens, if all get as many
+        tokens = math.prod(local[name] for dim in op.rule.operands[0][:-1] for name in dim) * local.get(
+            "k", 1
+        )
+        return float(
+            (max(tokens / op.rule.sizes.get("e", 1), 1.0) * local.get("f", 1) * local.get("d", 1)) ** (1 / 3)
+        )
     tensors = [
         {name for dim in dims for name in dim} for dims in (*op.rule.operands[:2], *op.rule.results[:1])
     ]

@@ -18,6 +18,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from autopar.cost.compute import LINEAR, fused_values, kind_of
+from autopar.cost.experts import inside, is_experts
 from autopar.mesh import Mesh
 from autopar.problem import Choice, Op, Problem, Value
 from autopar.sharding import Sharding, Use, reshard_steps
@@ -146,6 +147,7 @@ class _Setting:
     ) -> None:
         self.problem, self.mesh, self.choices, self.shardings = problem, mesh, choices, shardings
         self.item_bytes, self.parameters = item_bytes, parameters
+        self.fused = fused
         self.inside = fused_values(problem) if fused else frozenset()
         self.makers = {name: op for op in problem.ops for name in op.results}
         self.arriving = {
@@ -292,6 +294,7 @@ class _Block:
         self.whole, self.whole_bytes, self.kept_copies = whole, whole_bytes, kept_copies
         self.own_gradients = whole * MASTER_BYTES / setting.parameters.fsdp
         kept = sum(storage.size for storage in saved) + self._cross_entropy_bytes()
+        kept += sum(map(self._experts_bytes, self.ops))
         backward = self._backward(kept_copies)
         return Call(
             kept=kept + kept_copies,
@@ -349,6 +352,15 @@ class _Block:
         losses = [op for op in self.ops if kind_of(op) == "cross_entropy"]
         return sum(elements * max(item, 4) for elements, item in map(self._loss, losses))
 
+    def _experts_bytes(self, op: Op) -> float:
+        """What an op of experts keeps inside."""
+        if not is_experts(op):
+            return 0.0
+        assert op.rule is not None
+        split = op.rule.shard(self.setting.choices[op.name], self.setting.mesh.sizes).by_factor
+        elements = inside(op, split, self.setting.mesh.sizes).kept_elements(self.setting.fused)
+        return elements * self.setting.item_bytes[self.values[op.operands[0]].info.dtype]
+
     # ---- forward -------------------------------------------------------------------------------------------
 
     def _forward(
@@ -373,6 +385,11 @@ class _Block:
             if kind_of(op) == "cross_entropy":
                 elements, item = self._loss(op)
                 alive.now[LOGITS] += elements * max(item, 4)
+            within = self._experts_bytes(op)
+            if saved:
+                alive.now[ACTIVATIONS] += within
+            elif within:
+                alive.look(within, ACTIVATIONS)
             alive.look(
                 sum(storage.size for storage in self.made[index])
                 if _is_split_lookup(op, self.setting)
@@ -414,6 +431,7 @@ class _Block:
                 alive.hold(self._base(value.name))
         alive.now[WEIGHTS] += copies
         alive.now[LOGITS] += self._cross_entropy_bytes()
+        alive.now[ACTIVATIONS] += sum(map(self._experts_bytes, self.ops))
         gradients: dict[_Form, _Storage] = {}
         gradient_forms = [form for form, gradient in self.outputs if gradient]
         for form, storage in zip(gradient_forms, coming, strict=True):
@@ -462,6 +480,7 @@ class _Block:
                 if is_loss:
                     elements, item = self._loss(op)
                     alive.now[LOGITS] -= elements * max(item, 4)
+                alive.now[ACTIVATIONS] -= self._experts_bytes(op)
                 for form, storage in outgoing:
                     self._add(alive, gradients, form, storage)
             self._return(alive, gradients, index)

@@ -12,7 +12,7 @@ exposed, and so are the first gather and the last reduction. Tensor-parallel com
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from autopar.cost.memory import BUCKET_BYTES, GRADIENT_BYTES
 from autopar.cost.prices import Prices
@@ -36,10 +36,12 @@ class MicroBatch:
 @dataclass(frozen=True)
 class Holdings:
     """Trainable elements as the blocks take them (divided over tp, not over fsdp): `stored` of the whole model,
-    `calls`: (elements of one call, number of calls, whether recomputed), in the order of the calls."""
+    `calls`: (elements of one call, number of calls, whether recomputed), in the order of the calls. `summed`: of the
+    axes ep and cp, the elements whose gradients are summed over them."""
 
     stored: float
     calls: tuple[tuple[float, int, bool], ...]
+    summed: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def largest_call(self) -> float:
@@ -106,6 +108,8 @@ def step_s(
         whole = prices.collective_s("all_reduce", "dp", owned)
         tail = prices.collective_s("all_reduce", "dp", min(owned, BUCKET_BYTES))
         dp = max(tail, whole - window)
+    for axis, elements in holdings.summed.items():
+        dp += prices.collective_s("all_reduce", axis, elements / sizes["fsdp"] * GRADIENT_BYTES)
     moves = part.forward_moves + part.backward_moves + (part.again_moves if recompute else 0.0)
     return {
         FORWARD: micro_batches * part.forward,

@@ -11,10 +11,11 @@ from autopar.rules.registry import (
     rule_of_node,
     unregister_rule,
 )
-from autopar.rules.rule import SUMS, Rule, Sharded, sums_choice
+from autopar.rules.rule import PAIR, SUMS, Rule, Sharded, pair_choice, sums_choice
 from autopar.rules.selftest import RuleReport, check_rule
 
 __all__ = [
+    "PAIR",
     "RULES",
     "SUMS",
     "OpCall",
@@ -25,6 +26,7 @@ __all__ = [
     "check_rule",
     "localize",
     "operand_nodes",
+    "pair_choice",
     "register_rule",
     "rule_for",
     "rule_of_node",

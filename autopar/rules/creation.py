@@ -44,7 +44,10 @@ def new(call: OpCall) -> Rule | None:
 
 RULES: Mapping[str, RuleFunction] = {
     **{f"aten.{name}": constant for name in ("full", "zeros", "ones", "empty")},
-    **{f"aten.{name}": counted for name in ("arange", "linspace", "eye")},
+    **{
+        f"aten.{name}": counted
+        for name in ("arange", "linspace", "logspace", "eye", "tril_indices", "triu_indices")
+    },
     **{f"aten.{name}": like for name in ("full_like", "zeros_like", "ones_like", "empty_like")},
     **{f"aten.{name}": new for name in ("new_full", "new_zeros", "new_ones", "new_empty")},
     "aten.scalar_tensor": number,

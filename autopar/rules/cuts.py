@@ -175,12 +175,51 @@ def unfold(call: OpCall) -> Rule | None:
     return call.parse(text_of([tokens(shape, factors)], [tokens(call.result_shapes[0], result)]), sums=FIRST)
 
 
+def diagonal(call: OpCall) -> Rule | None:
+    """diagonal(x, offset, dim1, dim2): both dims are whole, and one of the two's elements a new last dim."""
+    rank = len(call.shapes[0])
+    at = {dim_at(call.arg(2, "dim1", 0), rank), dim_at(call.arg(3, "dim2", 1), rank)}
+    factors = [factor + ("!" if dim in at else "") for dim, factor in enumerate(names(rank))]
+    rest = [factor for dim, factor in enumerate(tokens(call.shapes[0], factors)) if dim not in at]
+    new = tokens(call.result_shapes[0][-1:], ["n!"])
+    return call.parse(text_of([tokens(call.shapes[0], factors)], [[*rest, *new]]), sums=FIRST)
+
+
+def diag_embed(call: OpCall) -> Rule | None:
+    """diag_embed(x, offset, dim1, dim2): the last dim becomes the diagonal of two new ones."""
+    rank = len(call.result_shapes[0])
+    at = sorted({dim_at(call.arg(2, "dim1", -2), rank), dim_at(call.arg(3, "dim2", -1), rank)})
+    factors = names(len(call.shapes[0]))
+    factors[-1] += "!"
+    rest = iter(tokens(call.shapes[0], factors)[:-1])
+    size = call.result_shapes[0][at[0]]
+    made = [("1" if size == 1 else f"n{at.index(dim)}!") if dim in at else next(rest) for dim in range(rank)]
+    return call.parse(text_of([tokens(call.shapes[0], factors)], [made]), sums=FIRST)
+
+
+def rotate(call: OpCall) -> Rule | None:
+    """rot90(x, k, dims): the two dims change places; both are whole."""
+    rank = len(call.shapes[0])
+    at = [dim_at(dim, rank) for dim in call.arg(2, "dims", (0, 1))]
+    factors = [factor + ("!" if dim in at else "") for dim, factor in enumerate(names(rank))]
+    made = list(factors)
+    if call.arg(1, "k", 1) % 2:
+        made[at[0]], made[at[1]] = factors[at[1]], factors[at[0]]
+    return call.parse(
+        text_of([tokens(call.shapes[0], factors)], [tokens(call.result_shapes[0], made)]), sums=FIRST
+    )
+
+
 _TABLE: Mapping[str, RuleFunction] = {
     "aten.cat": cat,
+    "aten.concat": cat,
     "aten.stack": stack,
     "aten.split": split,
     "aten.split_with_sizes": split,
     "aten.chunk": split,
+    "aten.unsafe_split": split,
+    "aten.unsafe_chunk": split,
+    "aten.tensor_split": split,
     "aten.unbind": unbind,
     "aten.select": select,
     "aten.slice": slice_,
@@ -195,5 +234,8 @@ _TABLE: Mapping[str, RuleFunction] = {
     "aten.triu": triangle,
     "aten.diff": difference,
     "aten.unfold": unfold,
+    "aten.diagonal": diagonal,
+    "aten.diag_embed": diag_embed,
+    "aten.rot90": rotate,
 }
 RULES: Mapping[str, RuleFunction] = {name: floats_only(function) for name, function in _TABLE.items()}

@@ -10,22 +10,27 @@ from collections.abc import Callable, Mapping
 from functools import partial
 
 from autopar.program import TensorInfo
-from autopar.rules.call import OpCall, RuleFunction, Sums, dim_at, tensor_positions, whole_dims, words
+from autopar.rules.call import OpCall, RuleFunction, Sums, dim_at, tensor_positions, tokens, whole_dims, words
 from autopar.rules.rule import Rule
 
 UNARY = words("""
-    abs acos acosh angle asin asinh atan atanh bitwise_not ceil celu clamp clamp_max clamp_min cos cosh digamma
-    elu erf erfc erfinv exp exp2 expm1 fill floor frac gelu hardsigmoid hardswish hardtanh i0 isfinite isinf
-    isnan leaky_relu lgamma log log10 log1p log2 log_sigmoid logical_not logit mish nan_to_num reciprocal relu
-    relu6 round rsqrt selu sgn sigmoid sign signbit silu sin sinh softplus softshrink sqrt square tan tanh
-    threshold trunc
+    abs absolute acos acosh angle arccos arcsin arctan asin asinh atan atanh bitwise_not ceil celu clamp clamp_max
+    clamp_min clip cos cosh digamma elu erf erfc erfinv exp exp2 expm1 fill fix floor frac gelu hardshrink
+    hardsigmoid hardswish hardtanh i0 isfinite isinf isnan isneginf isposinf leaky_relu lgamma log log10 log1p log2
+    log_sigmoid logical_not logit mish nan_to_num reciprocal relu relu6 round rsqrt selu sgn sigmoid sign signbit
+    silu sin sinc sinh softplus softshrink special_entr special_expit special_log_ndtr special_ndtr sqrt square tan
+    tanh threshold trunc
 """)
 BINARY = words("""
-    __and__ __or__ __xor__ __lshift__ __rshift__ atan2 bitwise_and bitwise_left_shift bitwise_or
-    bitwise_right_shift bitwise_xor copysign eq floor_divide fmax fmin fmod ge gt hypot le logaddexp logical_and
-    logical_or logical_xor lt maximum minimum ne pow remainder sigmoid_backward true_divide xlogy
+    __and__ __or__ __xor__ __lshift__ __rshift__ arctan2 atan2 bitwise_and bitwise_left_shift bitwise_or
+    bitwise_right_shift bitwise_xor copysign eq float_power floor_divide fmax fmin fmod ge gt greater greater_equal
+    heaviside hypot le less less_equal logaddexp logaddexp2 logical_and logical_or logical_xor lt maximum minimum
+    ne not_equal pow remainder sigmoid_backward special_xlog1py true_divide xlogy
 """)
-LINEAR = words("_to_copy alias clone contiguous conj deg2rad detach lift_fresh_copy neg positive real")
+LINEAR = words("""
+    _to_copy alias clone conj conj_physical contiguous deg2rad detach lift_fresh_copy neg negative positive
+    rad2deg real resolve_conj resolve_neg
+""")
 
 
 def pointwise(
@@ -139,6 +144,34 @@ def prelu(call: OpCall) -> Rule | None:
     return call.parse(f"n c {rest}, c -> n c {rest}", flops_per_point=1.0)
 
 
+def complex_of(call: OpCall) -> Rule | None:
+    """complex(real, imaginary): linear in both together."""
+    return pointwise(call, lambda _: ((0, 1),), flops=0.0)
+
+
+def broadcast_tensors(call: OpCall) -> Rule | None:
+    """broadcast_tensors(tensors): each expanded to the shape of all."""
+    floats = all(info.is_float for info in call.operands)
+    return pointwise(call, lambda call: (tuple(range(len(call.operands))),) if floats else (), flops=0.0)
+
+
+def looked_up(call: OpCall) -> Rule | None:
+    """bucketize(x, boundaries), isin(x, values): each element of x against all of a list."""
+    if len(call.operands) != 2 or not isinstance(call.args[0], TensorInfo):
+        return None
+    other = [f"y{index}!" for index in range(len(call.shapes[1]))]
+    return call.parse(f"..., {' '.join(tokens(call.shapes[1], other))} -> ...", flops_per_point=0.0)
+
+
+def searched(call: OpCall) -> Rule | None:
+    """searchsorted(sorted, values): leading dims together, or one sorted list for all values."""
+    if len(call.operands) != 2:
+        return None
+    if len(call.shapes[0]) == 1:
+        return call.parse("y!, ... -> ...")
+    return call.parse("... y!, ... v -> ... v")
+
+
 RULES: Mapping[str, RuleFunction] = {
     **{f"aten.{name}": pointwise for name in (*UNARY, *BINARY)},
     **{f"aten.{name}": partial(pointwise, sums=first, flops=0.0) for name in LINEAR},
@@ -154,6 +187,19 @@ RULES: Mapping[str, RuleFunction] = {
     "aten.addcdiv": add_product,
     "aten.dropout": dropout,
     "aten.polar": pointwise,
+    # autograd.Functions of Transformers, which capture keeps as one op
+    "transformers.SqrtBoundDerivative": pointwise,
+    "transformers.GeLUFunction": pointwise,
+    "aten._conj": partial(pointwise, sums=first, flops=0.0),
+    "aten.complex": complex_of,
+    "aten.broadcast_tensors": broadcast_tensors,
+    "aten.bucketize": looked_up,
+    "aten.isin": looked_up,
+    "aten.searchsorted": searched,
+    "aten.subtract": partial(pointwise, sums=together),
+    "aten.multiply": partial(pointwise, sums=either),
+    "aten.divide": partial(pointwise, sums=divided),
+    **{f"aten.{name}": dropout for name in ("feature_dropout", "alpha_dropout")},
     "aten.to": converted,
     "aten.type_as": first_like_second,
     "aten.copy": copy,

@@ -131,6 +131,72 @@ def index_put(call: OpCall) -> Rule | None:
     return call.parse(text_of(operands, [target]))
 
 
+def index_add(call: OpCall) -> Rule | None:
+    """index_add(x, dim, index[i], source), index_copy, index_reduce: the dim is whole in all; adding is linear in x
+    and source together."""
+    x, source = call.shapes[0], call.shapes[2]
+    if len(call.operands) != 3 or not x or len(x) != len(source):
+        return None
+    dim, factors = dim_at(call.arg(1, "dim"), len(x)), names(len(x))
+    into = tokens(x, [*factors[:dim], "n!", *factors[dim + 1 :]])
+    taken = tokens(source, [*factors[:dim], "i!", *factors[dim + 1 :]])
+    adds = call.name != "aten.index_reduce" and call.operands[0].is_float and call.operands[2].is_float
+    return call.parse(
+        text_of([into, tokens(call.shapes[1], ["i!"]), taken], [into]), sums=((0, 2),) if adds else ()
+    )
+
+
+def index_fill(call: OpCall) -> Rule | None:
+    """index_fill(x, dim, index, number)."""
+    x = call.shapes[0]
+    if len(call.operands) != 2 or not x:
+        return None
+    dim, factors = dim_at(call.arg(1, "dim"), len(x)), names(len(x))
+    full = tokens(x, [*factors[:dim], "n!", *factors[dim + 1 :]])
+    return call.parse(text_of([full, tokens(call.shapes[1], ["i!"])], [full]))
+
+
+def index_sum(call: OpCall) -> Rule | None:
+    """autopar.index_sum(source, index[i], dim, size), capture's form of index_add: a split of i leaves partial sums."""
+    source, dim = call.shapes[0], dim_at(call.arg(2, "dim"), len(call.shapes[0]))
+    factors = names(len(source))
+    factors[dim] = "i"
+    made = [*factors[:dim], "n!", *factors[dim + 1 :]]
+    return call.parse(
+        text_of(
+            [tokens(source, factors), tokens(call.shapes[1], ["i"])], [tokens(call.result_shapes[0], made)]
+        ),
+        sums=((0,),) if call.operands[0].is_float else (),
+    )
+
+
+def masked_scatter(call: OpCall) -> Rule | None:
+    """masked_scatter(x, mask, source): the places that the mask marks, in order, take the elements of the source, in
+    order. Split by its first dim, a rank must know how many the ranks before it take: the lowering "masked_scatter"."""
+    x, mask, source = call.shapes
+    first = next((dim for dim, size in enumerate(x) if size != 1), None)
+    if first is None or len(mask) > len(x) or call.result_shapes[0] != x:
+        return None
+    factors = [name if dim == first else f"{name}!" for dim, name in enumerate(names(len(x), "x"))]
+    taken = [f"s{index}!" for index in range(len(source))]
+    text = text_of(
+        [tokens(x, factors), tokens(mask, factors[len(x) - len(mask) :]), tokens(source, taken)],
+        [tokens(x, factors)],
+    )
+    return call.parse(text, special=frozenset({factors[first]}), lowering="masked_scatter")
+
+
+def embedding_bag(call: OpCall) -> Rule | None:
+    """embedding_bag(weight[v, h], ids[i], offsets[o], ...): bags of unequal lengths; only the width splits."""
+    if len(call.operands) != 3 or len(call.shapes[1]) != 1:
+        return None
+    results = [["o!", "h"], *([f"z{index}d{dim}!" for dim in range(len(shape))] for index, shape in
+               enumerate(call.result_shapes[1:]))]  # fmt: skip
+    text = text_of([["v!", "h"], ["i!"], ["p!"]], [tokens(shape, made) for shape, made in
+                   zip(call.result_shapes, results, strict=True)])  # fmt: skip
+    return call.parse(text) if call.arg(4, "mode", 0) in (0, 1) else None
+
+
 RULES: Mapping[str, RuleFunction] = {
     "aten.embedding": embedding,
     "aten.index": index,
@@ -140,4 +206,9 @@ RULES: Mapping[str, RuleFunction] = {
     "aten.take_along_dim": take_along_dim,
     **{f"aten.{name}": scatter for name in ("scatter", "scatter_add", "scatter_reduce")},
     "aten.index_put": index_put,
+    **{f"aten.{name}": index_add for name in ("index_add", "index_copy", "index_reduce")},
+    "aten.index_fill": index_fill,
+    "autopar.index_sum": index_sum,
+    "aten.masked_scatter": masked_scatter,
+    "aten.embedding_bag": embedding_bag,
 }

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from autopar.program import TensorInfo
-from autopar.rules.call import OpCall, RuleFunction, is_size_list, leaves
+from autopar.rules.call import OpCall, RuleFunction, is_size_list, leaves, text_of, tokens
 from autopar.rules.rule import Rule
 
 EITHER = ((0,), (1,))  # linear in each factor of the product
@@ -30,6 +30,26 @@ def matmul(call: OpCall) -> Rule | None:
         (2, 2): "... m k, ... k n -> ... m n",
     }
     return call.parse(texts[a, b], sums=EITHER, flops_per_point=2.0)
+
+
+def outer(call: OpCall) -> Rule | None:
+    """outer(x, y)."""
+    return call.parse("m, n -> m n", sums=EITHER, flops_per_point=1.0)
+
+
+def distances(call: OpCall) -> Rule | None:
+    """cdist(x[..., m, d], y[..., n, d]): rows against rows."""
+    return call.parse("... m d!, ... n d! -> ... m n", flops_per_point=3.0)
+
+
+def bilinear(call: OpCall) -> Rule | None:
+    """bilinear(x, y, weight[n, i, j], bias)."""
+    whole = "!" if len(call.operands) == 4 else ""
+    bias = ", n" if whole else ""
+    sums = () if whole else ((0,), (1,), (2,))
+    return call.parse(
+        f"... i{whole}, ... j{whole}, n i{whole} j{whole}{bias} -> ... n", sums=sums, flops_per_point=3.0
+    )
 
 
 def addmm(call: OpCall) -> Rule | None:
@@ -75,32 +95,76 @@ def einsum(call: OpCall) -> Rule | None:
 
 
 def convolution(call: OpCall) -> Rule | None:
-    """conv1d, conv2d, conv3d, convolution(x[n, ci, *], weight[co, ci / groups, *], bias): batch and output channels split.
+    """conv1d, conv2d, conv3d, convolution(x[n, ci, *], weight[co, ci / groups, *], bias): batch, output channels and
+    input channels split (a bias, added once, keeps the latter whole: capture writes convolution + add).
 
-    Grouped convolutions keep their channels whole: the number of groups is an argument.
+    With groups, x[n, (g ci), *], weight[(g co), ci, *]: whole groups split, and a piece has its number of them.
     """
     x, weight = call.shapes[:2]
     if len(x) != len(weight):
         return None  # no batch dim
     general = call.name == "aten.convolution"
+    at = 8 if general else 6
     if general and call.arg(6, "transposed", False):
-        return None
-    groups = call.arg(8 if general else 6, "groups", 1)
-    space = range(len(x) - 2)
-    out = "co" if groups == 1 else "co!"
-    sides = [" ".join(f"{name}{dim}!" for dim in space) for name in ("i", "k", "o")]
-    text = f"n ci! {sides[0]}, {out} {'ci!' if groups == 1 else 'cg!'} {sides[1]}"
+        return _transposed(call, at)
+    groups = int(call.arg(at, "groups", 1))
     bias = len(call.operands) == 3
-    text += f", {out} -> n {out} {sides[2]}" if bias else f" -> n {out} {sides[2]}"
-    # Two operations for each (output, weight) pair: take the input's own dims out of the product of all factors.
-    unread = 1
-    for size in x[2:] if groups == 1 else x[1:]:
+    inside, outside = weight[1], weight[0] // groups
+    whole = "!" if bias or groups > 1 else ""
+    channels = [(groups, "g"), (inside, f"ci{whole}")]
+    weights = [_dim((groups, "g"), (outside, "co" if groups == 1 else "co!")), _dim((inside, f"ci{whole}"))]
+    unread = 1  # two operations for each (output, weight) pair: the input's own space is not looped over
+    for size in x[2:]:
         unread *= size
+    return _convolution(call, _dim(*channels), weights, weights[0], groups, at, unread)
+
+
+def transposed_convolution(call: OpCall) -> Rule | None:
+    """conv_transpose1d, 2d, 3d(x[n, ci, *], weight[ci, co / groups, *], bias), as the above."""
+    return _transposed(call, 6)
+
+
+def _transposed(call: OpCall, at: int) -> Rule | None:
+    x, weight = call.shapes[:2]
+    if len(x) != len(weight):
+        return None
+    groups = int(call.arg(at, "groups", 1))
+    whole = "!" if len(call.operands) == 3 or groups > 1 else ""
+    inside = (weight[0] // groups, f"ci{whole}")
+    outside = (weight[1], "co" if groups == 1 else "co!")
+    channels = _dim((groups, "g"), inside)
+    unread = 1  # here it is the output's
+    for size in call.result_shapes[0][2:]:
+        unread *= size
+    return _convolution(
+        call, channels, [channels, _dim(outside)], _dim((groups, "g"), outside), groups, at, unread
+    )
+
+
+def _dim(*factors: tuple[int, str]) -> str:
+    """A dim of the factors larger than 1: `1`, `co`, `(g co)`."""
+    names = [name for size, name in factors if size != 1]
+    return "1" if not names else names[0] if len(names) == 1 else f"({' '.join(names)})"
+
+
+def _convolution(
+    call: OpCall, channels: str, weights: list[str], made: str, groups: int, at: int, unread: int
+) -> Rule | None:
+    x, weight, result = *call.shapes[:2], call.result_shapes[0]
+    space = range(len(x) - 2)
+    inside, window, outside = ([f"{name}{dim}!" for dim in space] for name in ("i", "k", "o"))
+    operands = [
+        [*tokens(x[:1], ["n"]), channels, *tokens(x[2:], inside)],
+        [*weights, *tokens(weight[2:], window)],
+        *[[made]] * (len(call.operands) - 2),
+    ]
+    text = text_of(operands, [[*tokens(x[:1], ["n"]), made, *tokens(result[2:], outside)]])
     return call.parse(
         text,
-        sums=() if bias else EITHER,
+        sums=() if len(call.operands) == 3 else EITHER,
         flops_per_point=2.0 / max(unread, 1),
-        logical={"n": "batch", "co": "channels"},
+        count_args=((at, "g"),) if groups > 1 else (),
+        logical={"n": "batch", "co": "channels", "g": "channels"},
     )
 
 
@@ -136,8 +200,13 @@ RULES: Mapping[str, RuleFunction] = {
     "aten.linear": linear,
     **{f"aten.{name}": matmul for name in ("matmul", "mm", "bmm", "dot", "mv")},
     **{f"aten.{name}": addmm for name in ("addmm", "baddbmm", "addmv")},
+    "aten.outer": outer,
+    "aten.ger": outer,
+    "aten.cdist": distances,
+    "aten.bilinear": bilinear,
     "aten.einsum": _tensors_in_list(einsum),
     **{f"aten.{name}": convolution for name in ("conv1d", "conv2d", "conv3d", "convolution")},
+    **{f"aten.conv_transpose{space}d": transposed_convolution for space in (1, 2, 3)},
     "aten._grouped_mm": grouped_mm,
     "transformers.grouped_mm_fallback": grouped_mm,
 }

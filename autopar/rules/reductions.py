@@ -96,21 +96,71 @@ def histogram(call: OpCall) -> Rule | None:
     return call.parse(text_of([tokens(call.shapes[0], source)], [bins]))
 
 
+def trace(call: OpCall) -> Rule | None:
+    return call.parse("a! b! ->", sums=((0,),)) if call.operands[0].is_float else call.parse("a! b! ->")
+
+
+def similarity(call: OpCall) -> Rule | None:
+    """cosine_similarity(x, y, dim), after broadcasting: the dim is whole."""
+    shape, rank = call.shapes[0], len(call.shapes[0])
+    if call.shapes[1] != shape:
+        return None
+    dim = dim_at(call.arg(2, "dim", 1), rank)
+    full = tokens(shape, [name + ("!" if at == dim else "") for at, name in enumerate(names(rank))])
+    return call.parse(text_of([full, full], [[*full[:dim], *full[dim + 1 :]]]), flops_per_point=5.0)
+
+
+def pairwise(call: OpCall) -> Rule | None:
+    """pairwise_distance(x, y, p, eps, keepdim) along the last dim."""
+    if call.shapes[0] != call.shapes[1]:
+        return None
+    lead = tokens(call.shapes[0][:-1], names(len(call.shapes[0]) - 1))
+    full = [*lead, *tokens(call.shapes[0][-1:], ["d!"])]
+    kept = [*lead, "1"] if call.arg(4, "keepdim", False) else lead
+    return call.parse(text_of([full, full], [kept]), flops_per_point=3.0)
+
+
+def grid_sample(call: OpCall) -> Rule | None:
+    """grid_sampler_2d(x[n, c, h, w], grid[n, i, j, 2]), _3d: any place of x may be looked at."""
+    space = len(call.shapes[0]) - 2
+    inside, places = [f"s{dim}!" for dim in range(space)], [f"p{dim}" for dim in range(space)]
+    x, grid, result = call.shapes[0], call.shapes[1], call.result_shapes[0]
+    operands = [tokens(x, ["n", "c", *inside]), [*tokens(grid[:-1], ["n", *places]), "d!"]]
+    return call.parse(
+        text_of(operands, [tokens(result, ["n", "c", *places])]),
+        sums=((0,),),
+        logical={"n": "batch", "c": "channels"},
+    )
+
+
+def one_hot(call: OpCall) -> Rule | None:
+    """one_hot(ids, classes): the classes are an argument, so they are whole; without them the data says how many."""
+    return call.parse("... -> ... c!") if call.arg(1, "num_classes", -1) != -1 else None
+
+
 RULES: Mapping[str, RuleFunction] = {
     "aten.sum": total,
     "aten.count_nonzero": total,
     "aten.mean": partial(total, average=True),
     **{
         f"aten.{name}": extreme
-        for name in ("amax", "amin", "argmax", "argmin", "any", "all", "prod", "logsumexp")
+        for name in ("amax", "amin", "argmax", "argmin", "any", "all", "prod", "logsumexp", "aminmax", "median",
+                     "nanmedian", "nanmean")
     },
     "aten.max": larger,
     "aten.min": larger,
-    **{f"aten.{name}": spread for name in ("var", "std", "var_mean")},
+    **{f"aten.{name}": spread for name in ("var", "std", "var_mean", "std_mean")},
     "aten.norm": norm,
     "aten.linalg_vector_norm": norm,
     "aten.cumsum": partial(scan, linear=True),
-    "aten.cumprod": scan,
+    **{f"aten.{name}": scan for name in ("cumprod", "cummax", "cummin", "logcumsumexp")},
+    "aten.trace": trace,
+    "aten.cosine_similarity": similarity,
+    "aten.pairwise_distance": pairwise,
+    "aten.one_hot": one_hot,
+    "aten.grid_sampler_2d": grid_sample,
+    "aten.grid_sampler_3d": grid_sample,
+    "aten.grid_sampler": grid_sample,
     **{
         f"aten.{name}": partial(along, flops=5.0)
         for name in ("softmax", "_softmax", "log_softmax", "_log_softmax")
@@ -126,7 +176,20 @@ RULES: Mapping[str, RuleFunction] = {
         for space in (1, 2, 3)
     },
     **{f"aten.max_pool{space}d": partial(pooled, space=space, linear=False) for space in (1, 2, 3)},
-    "aten.max_pool2d_with_indices": partial(pooled, space=2, linear=False),
-    "aten.upsample_nearest2d": partial(pooled, space=2),
-    "aten.upsample_bilinear2d": partial(pooled, space=2),
-}
+    **{
+        f"aten.{name}": partial(pooled, space=space, linear=False)
+        for space in (1, 2, 3)
+        for name in (f"max_pool{space}d_with_indices", f"adaptive_max_pool{space}d")
+    },
+    **{
+        f"aten.{name}": partial(pooled, space=space)
+        for name, space in (
+            ("upsample_nearest1d", 1), ("upsample_nearest2d", 2), ("upsample_nearest3d", 3),
+            ("_upsample_nearest_exact1d", 1), ("_upsample_nearest_exact2d", 2), ("_upsample_nearest_exact3d", 3),
+            ("upsample_linear1d", 1), ("upsample_bilinear2d", 2), ("upsample_trilinear3d", 3),
+            ("upsample_bicubic2d", 2), ("_upsample_bilinear2d_aa", 2), ("_upsample_bicubic2d_aa", 2),
+            ("reflection_pad1d", 1), ("reflection_pad2d", 2), ("reflection_pad3d", 3),
+            ("replication_pad1d", 1), ("replication_pad2d", 2), ("replication_pad3d", 3),
+        )
+    },
+}  # fmt: skip

@@ -5,7 +5,7 @@ rule_of_node(%linear) -> Rule('a b k, n k -> a b n')
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from autopar.errors import ShardingError, UsageError
@@ -15,12 +15,15 @@ from autopar.rules import (
     creation,
     cuts,
     elementwise,
+    experts,
     indexing,
     loss,
     matmul,
     normalisation,
+    recurrent,
     reductions,
     shapes,
+    spectral,
 )
 from autopar.rules.call import OpCall, RuleFunction, leaves, map_leaves
 from autopar.rules.rule import Rule, check_text
@@ -39,6 +42,9 @@ RULES: dict[str, RuleFunction] = {
     **attention.RULES,
     **indexing.RULES,
     **loss.RULES,
+    **recurrent.RULES,
+    **spectral.RULES,
+    **experts.RULES,
 }
 _OURS = dict(RULES)
 
@@ -143,12 +149,18 @@ def _text_rule(text: str, flops_per_point: float) -> RuleFunction:
 # ---- local arguments --------------------------------------------------------------------------------------
 
 
-def localize(args: tuple[Any, ...], rule: Rule, local_result_shape: Sequence[int]) -> tuple[Any, ...]:
-    """The op's arguments for one piece: the argument that holds the result's shape gets the local one."""
-    if rule.shape_arg is None:
-        return args
-    before, after = args[: rule.shape_arg], args[rule.shape_arg + 1 :]
-    return (*before, [int(size) for size in local_result_shape], *after)
+def localize(
+    args: tuple[Any, ...],
+    rule: Rule,
+    local_result_shape: Sequence[int],
+    counts: Mapping[int, int] | None = None,
+) -> tuple[Any, ...]:
+    """The op's arguments for one piece: the argument that holds the result's shape gets the local one, those that
+    count a factor (`Rule.counts`) the local number."""
+    local: dict[int, Any] = dict(counts or {})
+    if rule.shape_arg is not None:
+        local[rule.shape_arg] = [int(size) for size in local_result_shape]
+    return tuple(local.get(index, argument) for index, argument in enumerate(args))
 
 
 __all__ = [

@@ -28,6 +28,8 @@ from autopar.sharding import Sharding, Use
 Dims = tuple[tuple[str, ...], ...]  # per dim of a tensor its factors, major to minor; () for a dim of size 1
 
 SUMS = "+"  # the choice "operands are partial sums along this axis, and so is the result"
+PAIR = "~"  # the choice `q~k`: q split in the tensors that have it, k in those that have only k
+JOINT = "."  # the choice `kv.rep`: the dim (kv rep) split as if it were one factor
 
 ELLIPSIS = "..."
 
@@ -35,6 +37,11 @@ ELLIPSIS = "..."
 def sums_choice(group: int) -> str:
     """The choice "the operands of `rule.sums[group]` are partial sums along this axis"; SUMS for the first."""
     return SUMS if group == 0 else f"{SUMS}{group}"
+
+
+def pair_choice(pair: tuple[str, str]) -> str:
+    """The choice of a pair of `Rule.pairs`: `q~k`."""
+    return PAIR.join(pair)
 
 
 _TOKEN = re.compile(r"\(([^)]*)\)|(\S+)")
@@ -52,8 +59,16 @@ class Rule:
     sums        groups of operands that may be partial sums together, the result then being one (`add`: both;
                 `mul`: either): the op is linear in each group. SUMS chooses the first group, `sums_choice(i)`
                 the i-th
+    pairs       (first, second) factors that one axis may split at once, `first` in the tensors that have it and
+                `second` in those that have only that one: the rows of attention and its keys (a ring), tokens and
+                experts (all-to-all dispatch). The lowering moves what is needed inside of the op
+    joint       dims of several factors that may also be split as one, finer than their leading factor divides:
+                `kv.rep`, the heads of grouped attention. A tensor that has only `kv` is whole there. Within axes that
+                split `kv`; special
     average     the op divides by the size of the factors it drops (mean), so a split result is scaled down
     shape_arg   index of the positional argument that holds the result's shape (view, expand, full, ...)
+    count_args  (index of a positional argument, factor) where the argument says how large the factor is (the groups
+                of a convolution): the op on a piece gets the piece's number
     flops_per_point  floating point operations per point of the product of all factors; 2 for a matmul
     logical     names for some factors, from what the op means (attention knows its heads)
     """
@@ -66,8 +81,11 @@ class Rule:
     lowering: str | None = None
     reduced: frozenset[str] = frozenset()
     sums: tuple[tuple[int, ...], ...] = ()
+    pairs: tuple[tuple[str, str], ...] = ()
+    joint: tuple[str, ...] = ()
     average: bool = False
     shape_arg: int | None = None
+    count_args: tuple[tuple[int, str], ...] = ()
     flops_per_point: float = 0.0
     logical: Mapping[str, str] = field(default_factory=dict)
 
@@ -125,51 +143,109 @@ class Rule:
         """
         by_factor: dict[str, tuple[str, ...]] = {}
         summed: dict[str, tuple[int, ...]] = {}
+        paired = {pair_choice(pair): pair for pair in self.pairs}
+        splits: list[tuple[str, tuple[str, ...]]] = []  # (axis, the factor it splits, or the pair), in order
         for axis, factor in choice.items():
-            if factor is not None and factor.startswith(SUMS):
+            if factor is None:
+                continue
+            if factor.startswith(SUMS):
                 group = int(factor[len(SUMS) :] or 0)
                 if group >= len(self.sums):
                     raise ShardingError(f"rule '{self}' does not pass partial sums (axis {axis!r})")
                 summed[axis] = self.sums[group]
-            elif factor is not None:
-                if factor not in self.sizes:
-                    raise ShardingError(
-                        f"rule '{self}' has no factor {factor!r}", hint=f"one of {', '.join(self.sizes)}"
-                    )
-                by_factor[factor] = (*by_factor.get(factor, ()), axis)
-        allowed = self.splittable()
-        for factor, axes in by_factor.items():
-            ways = math.prod(axis_sizes[axis] for axis in axes)
-            if factor not in allowed and ways > 1:
+                continue
+            if factor not in self.sizes and factor not in paired and factor not in self.joint:
                 raise ShardingError(
-                    f"factor {factor!r} of rule '{self}' must stay whole, asked to split over {axes}"
+                    f"rule '{self}' has no factor {factor!r}",
+                    hint=f"one of {', '.join([*self.sizes, *paired, *self.joint])}",
                 )
-            if self.sizes[factor] % ways:
-                raise ShardingError(
-                    f"factor {factor!r} has size {self.sizes[factor]}, not divisible by {ways} ({axes})"
-                )
+            by_factor[factor] = (*by_factor.get(factor, ()), axis)
+            splits.append((axis, paired.get(factor, (factor,))))
+        self._check(by_factor, splits, axis_sizes)
+
+        def split_by(dims: Dims) -> tuple[dict[str, tuple[str, ...]], list[tuple[str, tuple[str, ...]]]]:
+            """Factor -> the axes that split it in a tensor, and the splits that the tensor has no factor of."""
+            have = {name for dim in dims for name in (*dim, JOINT.join(dim))}
+            mine: dict[str, tuple[str, ...]] = {}
+            foreign = []
+            for axis, factors in splits:
+                found = next((factor for factor in factors if factor in have), None)
+                if found is None:
+                    foreign.append((axis, factors))
+                else:
+                    mine[found] = (*mine.get(found, ()), axis)
+            return mine, foreign
 
         def sharding(dims: Dims, sums: tuple[str, ...] = ()) -> Sharding:
-            return Sharding(tuple(by_factor.get(dim[0], ()) if dim else () for dim in dims), sums)
+            mine, _ = split_by(dims)
+            return Sharding(tuple(axes_of(dim, mine) if dim else () for dim in dims), sums)
+
+        def axes_of(dim: tuple[str, ...], mine: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
+            joint = mine.get(JOINT.join(dim), ()) if len(dim) > 1 else ()
+            return (*mine.get(dim[0], ()), *joint)
 
         uses = []
         for index, dims in enumerate(self.operands):
             partial = tuple(axis for axis, group in summed.items() if index in group)
-            have = {name for dim in dims for name in dim}
             # A factor in `reduced` makes no addends, so neither does it in the gradients.
-            foreign = [factor for factor in by_factor if factor not in have and factor not in self.reduced]
-            lacking = [axis for factor in foreign for axis in by_factor[factor]]
+            lacking = [axis for axis, factors in split_by(dims)[1] if factors[0] not in self.reduced]
             lacking += [axis for axis, group in summed.items() if index not in group]
             uses.append(Use(sharding(dims, partial), tuple(sorted(lacking))))
+        adding = self.dropped - self.reduced
         results = []
         for dims in self.results:
-            have = {name for dim in dims for name in dim}
-            gone = [
-                factor for factor in by_factor if factor not in have and factor in self.dropped - self.reduced
-            ]
-            missing = [axis for factor in gone for axis in by_factor[factor]]
+            missing = [axis for axis, factors in split_by(dims)[1] if factors[0] in adding]
             results.append(sharding(dims, (*missing, *summed)))
         return Sharded(tuple(uses), tuple(results), by_factor)
+
+    def _check(
+        self,
+        by_factor: Mapping[str, tuple[str, ...]],
+        splits: Sequence[tuple[str, tuple[str, ...]]],
+        axis_sizes: Mapping[str, int],
+    ) -> None:
+        """Raise ShardingError for factors that may not be split, or do not divide."""
+        allowed = self.splittable()
+        for factor, axes in by_factor.items():
+            ways = math.prod(axis_sizes[axis] for axis in axes)
+            if factor not in allowed and PAIR not in factor and factor not in self.joint and ways > 1:
+                raise ShardingError(
+                    f"factor {factor!r} of rule '{self}' must stay whole, asked to split over {axes}"
+                )
+        for name in (*self.sizes, *self.joint):
+            inside, size = name.split(JOINT), self.size_of(name)
+            named = [axis for axis, factors in splits if name in factors or inside[0] in factors]
+            if size % math.prod(axis_sizes[axis] for axis in named):
+                raise ShardingError(
+                    f"factor {name!r} has size {size}, not divisible by "
+                    f"{math.prod(axis_sizes[axis] for axis in named)} ({tuple(named)})"
+                )
+
+    def size_of(self, name: str) -> int:
+        """The size of a factor, or of a joint dim."""
+        return math.prod(self.sizes[part] for part in name.split(JOINT))
+
+    def divides(self, ways: Mapping[str, int]) -> bool:
+        """Whether factors and joint dims can be cut into so many pieces, all at once."""
+        for name, count in ways.items():
+            within = ways.get(name.split(JOINT)[0], 1) if JOINT in name else 1
+            if self.size_of(name) % (count * within):
+                return False
+        return True
+
+    def local_sizes(
+        self, by_factor: Mapping[str, tuple[str, ...]], axis_sizes: Mapping[str, int]
+    ) -> dict[str, float]:
+        """The factors' sizes as one device runs through them: of a pair the first is split (each device meets all of
+        the second), of a joint dim the last carries what its first does not."""
+        ways = dict.fromkeys(self.sizes, 1)
+        for factor, axes in by_factor.items():
+            name = factor.split(PAIR)[0].split(JOINT)[-1]
+            ways[name] *= math.prod(axis_sizes[axis] for axis in axes)
+        return {
+            name: size // ways[name] if size % ways[name] == 0 else size / ways[name]
+            for name, size in self.sizes.items()
+        }
 
     def average_ways(self, sharded: Sharded, axis_sizes: Mapping[str, int]) -> int:
         """By how much every piece of the result is divided so that pieces of an `average` add up to it."""
@@ -178,6 +254,14 @@ class Rule:
         return math.prod(
             axis_sizes[axis] for factor in self.dropped for axis in sharded.by_factor.get(factor, ())
         )
+
+    def counts(self, sharded: Sharded, axis_sizes: Mapping[str, int]) -> dict[int, int]:
+        """The arguments of `count_args` for one piece: index -> number."""
+        return {
+            index: self.sizes[factor]
+            // math.prod(axis_sizes[axis] for axis in sharded.by_factor.get(factor, ()))
+            for index, factor in self.count_args
+        }
 
     def with_sizes(self, sizes: Mapping[str, int]) -> Rule:
         """The rule for other factor sizes (a smaller batch)."""

@@ -229,7 +229,8 @@ class _Experiment:
         )
         ways = 1
         if whole_out is not None:
-            args = localize(args, self.rule, sharded.results[0].local_shape(whole_out[0].shape, self.mesh))
+            local_shape = sharded.results[0].local_shape(whole_out[0].shape, self.mesh)
+            args = localize(args, self.rule, local_shape, self.rule.counts(sharded, self.mesh.sizes))
             ways = self.rule.average_ways(sharded, self.mesh.sizes)
         try:
             results = _tensors(self.op(*args, **kwargs))

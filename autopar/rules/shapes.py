@@ -176,8 +176,9 @@ def expand_as(call: OpCall) -> Rule | None:
 
 def repeat(call: OpCall) -> Rule | None:
     """repeat(x, repeats): a repeated dim is whole; a size-1 or new dim becomes whole too (its count is an argument)."""
-    repeats = list(call.arg(1, "repeats"))
+    repeats = list(call.arg(1, "dims" if call.name.endswith("tile") else "repeats"))
     shape = call.shapes[0]
+    repeats = [1] * (len(shape) - len(repeats)) + repeats  # tile takes fewer
     factors = names(len(shape))
     padded = [1] * (len(repeats) - len(shape)) + list(shape)
     inside = ["", ""]
@@ -210,23 +211,118 @@ def complex_view(call: OpCall) -> Rule | None:
     return call.parse(text, sums=FIRST)
 
 
+def like_second(call: OpCall) -> Rule | None:
+    """view_as(x, y), reshape_as: y gives its shape and no values, and lies as the result does."""
+    if len(call.operands) != 2 or call.shapes[1] != call.result_shapes[0]:
+        return None
+    rule = factor_reshape(call.shapes[0], call.result_shapes[0])
+    return replace(rule, operands=(rule.operands[0], rule.results[0]), sums=FIRST)
+
+
+def reversed_dims(call: OpCall) -> Rule | None:
+    """numpy_T: all dims the other way round."""
+    return _permuted(call, range(len(call.shapes[0]))[::-1])
+
+
+def pixel_shuffle(call: OpCall) -> Rule | None:
+    """pixel_shuffle(x, r): `... (c r s) h w -> ... c (h r) (w s)`."""
+    return _shuffled(call, call.shapes[0], call.result_shapes[0], int(call.arg(1, "upscale_factor")))
+
+
+def pixel_unshuffle(call: OpCall) -> Rule | None:
+    """pixel_unshuffle(x, r): the reverse."""
+    return _shuffled(call, call.result_shapes[0], call.shapes[0], int(call.arg(1, "downscale_factor")))
+
+
+def _shuffled(call: OpCall, deep: Sequence[int], wide: Sequence[int], ratio: int) -> Rule | None:
+    lead = tokens(deep[:-3], names(len(deep) - 3, "l"))
+    inner = [] if ratio == 1 else ["r", "s"]
+
+    def dim(first: str, size: int, more: list[str]) -> str:
+        parts = [first] * (size > 1) + more
+        return "1" if not parts else parts[0] if len(parts) == 1 else f"({' '.join(parts)})"
+
+    short = [*lead, dim("c", wide[-3], inner), dim("h", deep[-2], []), dim("w", deep[-1], [])]
+    long = [*lead, dim("c", wide[-3], []), dim("h", deep[-2], inner[:1]), dim("w", deep[-1], inner[1:])]
+    both = (
+        (short, long)
+        if call.shapes[0] == tuple(deep) and call.name.endswith("pixel_shuffle")
+        else (long, short)
+    )
+    # The parts of a pixel are whole: alone in a dim they would be its leading factor.
+    whole = frozenset(inner)
+    return call.parse(text_of([both[0]], [both[1]]), sums=FIRST, whole=whole, logical={"c": "channels"})
+
+
+def channel_shuffle(call: OpCall) -> Rule | None:
+    """channel_shuffle(x, groups): channels change places, so they are whole."""
+    factors = names(len(call.shapes[0]))
+    factors[1] += "!"
+    full = tokens(call.shapes[0], factors)
+    return call.parse(text_of([full], [full]), sums=FIRST)
+
+
+def im2col(call: OpCall) -> Rule | None:
+    """im2col(x[n, c, h, w], window, ...) -> [n, (c window), places]."""
+    x, result = call.shapes[0], call.result_shapes[0]
+    if len(x) != 4:
+        return None
+    window = result[1] // x[1]
+    columns = _channels_of(x[1], window)
+    text = text_of(
+        [tokens(x, ["n", "c", "h!", "w!"])], [[*tokens(x[:1], ["n"]), columns, *tokens(result[2:], ["p!"])]]
+    )
+    return call.parse(text, sums=FIRST, logical={"n": "batch", "c": "channels"})
+
+
+def col2im(call: OpCall) -> Rule | None:
+    """col2im(x[n, (c window), places], size, ...) -> [n, c, h, w]."""
+    x, result = call.shapes[0], call.result_shapes[0]
+    if len(x) != 3:
+        return None
+    columns = _channels_of(result[1], x[1] // result[1])
+    text = text_of(
+        [[*tokens(x[:1], ["n"]), columns, *tokens(x[2:], ["p!"])]], [tokens(result, ["n", "c", "h!", "w!"])]
+    )
+    return call.parse(text, sums=FIRST, logical={"n": "batch", "c": "channels"})
+
+
+def _channels_of(channels: int, window: int) -> str:
+    parts = ["c"] * (channels > 1) + ["k!"] * (window > 1)
+    return "1" if not parts else parts[0] if len(parts) == 1 else f"({' '.join(parts)})"
+
+
 _TABLE: Mapping[str, RuleFunction] = {
     "aten.view": reshape,
     "aten.reshape": reshape,
     "aten._unsafe_view": reshape,
+    "aten.view_as": like_second,
+    "aten.reshape_as": like_second,
     "aten.flatten": regroup,
+    "aten.ravel": regroup,
+    **{f"aten.atleast_{count}d": regroup for count in (1, 2, 3)},
     "aten.unsqueeze": regroup,
     "aten.squeeze": squeeze,
     "aten.unflatten": unflatten,
     "aten.permute": permute,
     "aten.transpose": transpose,
     "aten.swapaxes": transpose,
+    "aten.swapdims": transpose,
+    "aten.mT": transpose,
+    "aten.numpy_T": reversed_dims,
+    "aten.moveaxis": movedim,
+    "aten.pixel_shuffle": pixel_shuffle,
+    "aten.pixel_unshuffle": pixel_unshuffle,
+    "aten.channel_shuffle": channel_shuffle,
+    "aten.im2col": im2col,
+    "aten.col2im": col2im,
     "aten.t": transpose,
     "aten.movedim": movedim,
     "aten.expand": expand,
     "aten.broadcast_to": expand,
     "aten.expand_as": expand_as,
     "aten.repeat": repeat,
+    "aten.tile": repeat,
     "aten.repeat_interleave": repeat_interleave,
     "aten.view_as_complex": complex_view,
     "aten.view_as_real": complex_view,

@@ -17,8 +17,9 @@ from tests.tiny import MODELS, tiny
 
 def interpret(program: Program, module: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Tensor]:
     """Run a Program's calls one after the other, whole: the meaning of a Program."""
-    state: dict[str, Tensor] = {**program.constants, **dict(module.named_buffers(remove_duplicate=False))}
-    state.update(module.named_parameters(remove_duplicate=False))
+    tensors: dict[str, Tensor] = {**program.constants, **dict(module.named_buffers(remove_duplicate=False))}
+    tensors.update(module.named_parameters(remove_duplicate=False))
+    state = {name: info.take(tensors[info.source(name)]) for name, info in program.state.items()}
     values: dict[str, Tensor] = {name: inputs[name] for name in program.inputs}
     for call in program.calls:
         graph = program.blocks[call.block].graph
@@ -127,9 +128,155 @@ class Collected(Stack):
         return {"loss": torch.stack(made).square().mean()}
 
 
-@pytest.mark.parametrize("kind", [Between, Collected])
-def test_stacks_that_cannot_be_shortened_are_captured_whole(kind: type[Stack]) -> None:
-    same(kind(5), {"x": X})
+class OwnInput(Stack):
+    """Every layer has an input and a scale of its own, and the number of layers is in the result."""
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        pieces = x.tanh().chunk(2)[0].expand(4, -1, -1, -1).mean(0)
+        for number, layer in enumerate(self.layers):
+            x = layer(x, pieces.narrow(0, number % 2, 1)) * (1.0 + number)
+        return {"loss": x.square().mean() / len(self.layers)}
+
+
+class Passed(Stack):
+    """A tensor is handed through every layer untouched, in a dict, and one layer's output skips the next layer."""
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        state, before = {"x": x, "first": x}, x
+        for layer in self.layers:
+            made = layer(state["x"], state["first"]) + before
+            before, state = state["x"], {"x": made, "first": state["first"]}
+        return {"loss": (state["x"] * state["first"]).square().mean()}
+
+
+@pytest.mark.parametrize("kind", [Between, Collected, OwnInput, Passed])
+def test_what_stands_between_layers_does_not_keep_them_from_folding(kind: type[Stack]) -> None:
+    short, deep = (same(kind(depth), {"x": X}) for depth in (5, 9))
+    assert len(layer_blocks(short)) == len(layer_blocks(deep)) == 2
+    assert sum(bool(call.path) for call in deep.calls) == 9
+
+
+def layer_blocks(program: Program) -> set[str]:
+    return {call.block for call in program.calls if call.path}
+
+
+class Hooked(Stack):
+    """A hook inside of every layer collects what it sees, as Transformers does with the logits of routers."""
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        seen: list[Tensor] = []
+        handles = [
+            layer.inner.register_forward_hook(lambda module, args, output: seen.append(output))
+            for layer in self.layers
+        ]
+        for layer in self.layers:
+            x = layer(x, x)
+        for handle in handles:
+            handle.remove()
+        return {"loss": x.square().mean() + torch.stack(seen).softmax(0)[::2].square().sum() / len(seen)}
+
+
+def test_what_hooks_collect_from_left_out_layers_is_there() -> None:
+    assert len(layer_blocks(same(Hooked(7), {"x": X}))) == 2
+
+
+class Leaking(Stack):
+    """What is inside of a layer is used outside, behind the back of its results."""
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        leaked: list[Tensor] = []
+        for layer in self.layers:
+            x = layer(x, x)
+            leaked.append(layer.made)
+        return {"loss": x.square().mean() + torch.stack(leaked).square().mean()}
+
+
+class LeakingLayer(Layer):
+    def forward(self, x: Tensor, shared: Tensor) -> Tensor:
+        self.made = torch.tanh(self.inner(x))
+        return x + self.made * shared
+
+
+class InPlaceLayer(Layer):
+    def forward(self, x: Tensor, shared: Tensor) -> Tensor:
+        return x + torch.tanh(self.inner(x)) + shared.add_(0.5)
+
+
+class WritingLayer(Layer):
+    """Hands on a tensor in a dict of the caller's."""
+
+    def forward(self, x: Tensor, shared: dict[str, Tensor]) -> Tensor:
+        made = torch.tanh(self.inner(x)) * shared["last"]
+        shared["last"] = made
+        return x + made
+
+
+class IndexLayer(Layer):
+    """Does otherwise from the fifth layer on."""
+
+    def forward(self, x: Tensor, shared: Tensor) -> Tensor:
+        made = torch.tanh(self.inner(x))
+        return x + (made * shared if self.layer_idx < 4 else made)
+
+
+class ListedLayer(Layer):
+    """Looks up in a list what it is to do."""
+
+    def __init__(self, index: int, kinds: list[str]) -> None:
+        super().__init__(index, scale_by_index=False)
+        self.kinds = kinds
+
+    def forward(self, x: Tensor, shared: Tensor) -> Tensor:
+        made = torch.tanh(self.inner(x))
+        return x + (made * shared if self.kinds[self.layer_idx] == "short" else made)
+
+
+def stack_of(make: Any, kind: type[Stack] = Stack) -> Stack:
+    stack = kind(0)
+    stack.layers = nn.ModuleList(make(index) for index in range(8))
+    return stack
+
+
+class Writing(Stack):
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        shared = {"last": x}
+        for layer in self.layers:
+            x = layer(x, shared)
+        return {"loss": x.square().mean() + shared["last"].square().mean()}
+
+
+@pytest.mark.parametrize(
+    "stack",
+    [
+        lambda: stack_of(LeakingLayer, Leaking),
+        lambda: stack_of(InPlaceLayer),
+        lambda: stack_of(WritingLayer, Writing),
+        lambda: stack_of(IndexLayer),
+        lambda: stack_of(lambda index: ListedLayer(index, ["long"] * 6 + ["short"] * 2)),
+    ],
+    ids=["leaks", "in place", "writes into a container", "index", "listed"],
+)
+def test_layers_that_do_more_than_return_are_right_all_the_same(stack: Any) -> None:
+    same(stack(), {"x": X.clone()})
+
+
+class Normed(nn.Module):
+    """Batch norms inside of folded layers: the statistics of every one are updated."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(6)) for _ in range(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return x.square().mean()
+
+
+def test_updates_of_left_out_layers_are_there() -> None:
+    program = capture(Normed(), {"x": X}, outputs=("loss",))
+    assert len(layer_blocks(program)) == 1
+    assert sum(name.startswith("update layers.") for name in program.outputs) == 15
 
 
 class Mixed(nn.Module):
@@ -183,13 +330,13 @@ def test_dropout_is_switched_off_with_a_note() -> None:
 
 def test_causal_attention_is_a_flag_and_padding_is_a_mask() -> None:
     model, inputs = tiny("llama")
-    attention = "scaled_dot_product_attention"
+    attention = "autopar.attention"
     plain = next(line for line in str(capture(model, inputs)).splitlines() if attention in line)
-    assert "None, 0.0, True" in plain
+    assert "causal=True" in plain
     mask = torch.ones(4, 16, dtype=torch.int64)
     mask[0, 10:] = 0
     padded = same(model, {**inputs, "attention_mask": mask})
-    assert "None, 0.0, True" not in next(line for line in str(padded).splitlines() if attention in line)
+    assert "causal=True" not in next(line for line in str(padded).splitlines() if attention in line)
 
 
 def test_packed_sequences_keep_their_mask() -> None:

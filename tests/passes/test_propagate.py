@@ -43,7 +43,7 @@ def test_heads_reach_projections_attention_and_output() -> None:
     problem, notes = fixed("heads=tp")
     found = kinds(problem)
     assert found["aten.linear"] == {"heads"}
-    assert found["aten.scaled_dot_product_attention"] == {"heads"}
+    assert found["autopar.attention"] == {"heads"}
     assert sum(op.kind == "aten.linear" for op in problem.ops if op.name in problem.fixed) == 4
     assert notes == ()
 

@@ -155,19 +155,6 @@ def test_an_unknown_op_has_no_rule() -> None:
         call("aten.view", info(4, 8), "uint8", results=(info(4, 32, dtype="uint8"),)),
         call("aten.cat", [info(0), info(4, 6)], results=(info(4, 6),)),
         call(
-            "aten.convolution",
-            info(2, 4, 6),
-            info(4, 2, 3),
-            None,
-            [1],
-            [0],
-            [1],
-            True,
-            [0],
-            1,
-            results=(info(2, 2, 8),),
-        ),
-        call(
             "aten.scaled_dot_product_attention",
             *[info(2, 4, 8, 6)] * 3,
             None,
@@ -238,8 +225,34 @@ def test_grouped_heads_split_with_their_keys() -> None:
     rule = rule_for(call("aten.scaled_dot_product_attention", q, k, k, enable_gqa=True, results=(q,)))
     assert rule is not None
 
-    assert str(rule) == "b (kv rep) q d!, b kv s! d!, b kv s! d! -> b (kv rep) q d!"
+    assert str(rule) == "b (kv rep) q d!, b kv k! d!, b kv k! d! -> b (kv rep) q d!"
     assert rule.logical["kv"] == "heads"
+
+
+def test_heads_split_finer_than_their_keys_have_keys_whole() -> None:
+    q, k = info(2, 8, 6, 4), info(2, 2, 6, 4)
+    rule = rule_for(call("autopar.attention", q, k, k, causal=True, results=(q,)))
+    assert rule is not None
+
+    sharded = rule.shard({"dp": "kv", "tp": "kv.rep"}, {"dp": 2, "tp": 4})
+
+    assert str(sharded.results[0]) == "[_, _@dp.tp, _, _]"
+    assert str(sharded.uses[1].sharding) == "[_, _@dp, _, _]"
+    assert sharded.uses[1].grad_sums == ("tp",)
+    with pytest.raises(ShardingError, match="not divisible by 16"):
+        rule.shard({"dp": "kv", "tp": "kv.rep"}, {"dp": 2, "tp": 8})
+
+
+def test_rows_and_keys_split_as_a_pair() -> None:
+    q, k, mask = info(2, 4, 6, 4), info(2, 4, 6, 4), info(2, 1, 6, 6, dtype="bool")
+    rule = rule_for(call("autopar.attention", q, k, k, mask, results=(q,)))
+    assert rule is not None
+
+    sharded = rule.shard({"cp": "q~k"}, {"cp": 2})
+
+    assert [str(use.sharding) for use in sharded.uses] == ["[_, _, _@cp, _]"] * 4
+    assert all(use.grad_sums == () for use in sharded.uses)
+    assert "k" not in rule.splittable()
 
 
 def test_a_biased_linear_keeps_its_contraction_whole() -> None:

@@ -89,10 +89,10 @@ def losses(group: str, rank: int, place: Tensor) -> dict[str, bool]:
             dim = 0 if split == "tokens" else 2
             mine = logits.chunk(SIZE, dim)[rank].clone().requires_grad_()
             if split == "tokens":
-                arguments: tuple[Any, ...] = ([group], None, 1, None)
+                arguments: tuple[Any, ...] = ([group], [], 1, None)
                 taken = labels.chunk(SIZE, 0)[rank]
             else:
-                arguments, taken = ([], group, SIZE, place), labels
+                arguments, taken = ([], [group], SIZE, place), labels
             share, count = collectives.split_cross_entropy(mine, taken, -100, "mean", smoothing, *arguments)
             loss = collectives.all_reduce(share, group, False) if split == "tokens" else share
             loss.backward()

@@ -1,0 +1,250 @@
+"""Data: every document's tokens once per epoch, in an order that depends on nothing but seed and place."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autopar.data import Order, Stream, TokenStore, prepare
+from autopar.data.store import write_about
+from autopar.errors import UsageError
+
+TEMPLATE = (
+    "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}<end>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tokenizer of words, with a chat template."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    folder = tmp_path_factory.mktemp("tokenizer")
+    special = ["<eos>", "<end>", "<user>", "<assistant>", "<unknown>"]
+    vocabulary = {word: number for number, word in enumerate([*special, *(f"w{i}" for i in range(200))])}
+    made = Tokenizer(models.WordLevel(vocabulary, unk_token="<unknown>"))
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    made.add_special_tokens(special)
+    fast = PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<eos>", chat_template=TEMPLATE)
+    fast.save_pretrained(folder)
+    return folder
+
+
+def lines(path: Path, items: list[object]) -> Path:
+    path.write_text("".join(json.dumps(item) + "\n" for item in items))
+    return path
+
+
+def words(first: int, count: int) -> str:
+    return " ".join(f"w{i % 200}" for i in range(first, first + count))
+
+
+@pytest.fixture(scope="module")
+def store(tokenizer: Path, tmp_path_factory: pytest.TempPathFactory) -> TokenStore:
+    folder = tmp_path_factory.mktemp("data")
+    source = lines(folder / "a.jsonl", [{"text": words(7 * n, 5 + n % 23)} for n in range(200)])
+    return prepare([source], tokenizer=tokenizer, out=folder / "tokens", shard_tokens=700)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 3000), st.integers(0, 2**40), st.integers(0, 5))
+def test_an_epoch_is_a_permutation(samples: int, seed: int, epoch: int) -> None:
+    order = Order(samples, seed)
+    found = order.at(epoch * samples, samples)
+    assert sorted(found.tolist()) == list(range(samples))
+    middle = order.at(epoch * samples + samples // 3, samples)  # across an epoch's end
+    assert middle[: samples - samples // 3].tolist() == found[samples // 3 :].tolist()
+
+
+def test_epochs_and_seeds_differ() -> None:
+    order = Order(1000, 1)
+    first = order.at(0, 1000)
+    assert (first != order.at(1000, 1000)).mean() > 0.99
+    assert (first != Order(1000, 2).at(0, 1000)).mean() > 0.99
+    assert abs(np.corrcoef(first, np.arange(1000))[0, 1]) < 0.1
+    assert Order(7, shuffle=False).at(5, 5).tolist() == [5, 6, 0, 1, 2]
+
+
+def test_shards_hold_every_token(store: TokenStore) -> None:
+    assert store.documents == 200
+    assert len(store.about["shards"]) > 3
+    tokens, trained = store.read(0, store.tokens)
+    assert trained.all()
+    assert (tokens == 0).sum() == 200  # one end per document
+    assert (np.flatnonzero(tokens == 0) + 1).tolist() == store.starts[1:].tolist()
+    for first, count in ((0, 1), (695, 20), (store.tokens - 3, 3)):
+        assert store.read(first, count)[0].tolist() == tokens[first : first + count].tolist()
+    store.verify()
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+def test_ranks_see_the_rows_that_one_would(store: TokenStore, ranks: int) -> None:
+    stream = Stream(store, batch=8, seq=16, seed=3)
+    for step in range(12):
+        whole = stream.at(step * 8)
+        rows = 8 // ranks
+        pieces = [
+            stream.at(step * 8, range(rank * rows, (rank + 1) * rows))["input_ids"] for rank in range(ranks)
+        ]
+        assert torch.equal(torch.cat(pieces), whole["input_ids"])
+
+
+def test_resuming_in_the_middle_of_an_epoch_loses_and_repeats_nothing(store: TokenStore) -> None:
+    stream = Stream(store, batch=6, seq=16, seed=5)
+    steps = -(-2 * stream.samples // 6)
+    straight = [batch["input_ids"] for batch, _ in zip(stream.from_position(0), range(steps), strict=False)]
+    position, resumed = 0, []
+    for batch, count in (
+        (6, 5),
+        (2, 4),
+        (12, 3),
+        (6, steps),
+    ):  # other batches too: the position is what counts
+        again = Stream(store, batch=batch, seq=16, seed=5)
+        for item, _ in zip(again.from_position(position), range(count), strict=False):
+            resumed.append(item["input_ids"])
+            position += batch
+    one, other = torch.cat(straight), torch.cat(resumed)
+    assert torch.equal(one, other[: len(one)])
+    first = {tuple(row) for row in one[: stream.samples].tolist()}
+    tokens, _ = store.read(0, stream.samples * 16)
+    assert first == {tuple(row) for row in tokens.reshape(-1, 16).tolist()}
+
+
+def test_documents_are_kept_apart(store: TokenStore) -> None:
+    stream = Stream(store, batch=4, seq=24, documents=True, shuffle=False)
+    batch = stream.at(0)
+    for row in range(4):
+        for place in range(24):
+            starts = row * 24 + place in set(store.starts.tolist())
+            if starts and place:
+                assert batch["labels"][row, place] == -100
+            if starts:
+                assert batch["position_ids"][row, place] == 0
+            elif place:
+                assert batch["position_ids"][row, place] == batch["position_ids"][row, place - 1] + 1
+
+
+def test_whole_documents_fill_rows(store: TokenStore) -> None:
+    stream = Stream(store, batch=stream_rows(store), seq=20, packing="whole", shuffle=False)
+    batch = stream.at(0)
+    counted = int((batch["labels"] != -100).sum())
+    lengths = np.minimum(np.diff(store.starts), 20)
+    rows = stream.samples
+    assert stream.cut_off == int((np.diff(store.starts) > 20).sum())
+    assert counted == int(lengths.sum()) - (
+        store.documents - rows
+    )  # but the first of each document inside a row
+
+
+def stream_rows(store: TokenStore) -> int:
+    return Stream(store, batch=1, seq=20, packing="whole").samples
+
+
+def test_only_the_assistant_is_trained_on(tokenizer: Path, tmp_path: Path) -> None:
+    talk = [
+        {"role": "user", "content": " w1 w2 "},
+        {"role": "assistant", "content": " w3 "},
+        {"role": "user", "content": " w4 "},
+        {"role": "assistant", "content": " w5 w6 "},
+    ]
+    store = prepare(
+        [lines(tmp_path / "a.jsonl", [{"messages": talk}])], tokenizer=tokenizer, out=tmp_path / "t"
+    )
+    tokens, trained = store.read(0, store.tokens)
+    from transformers import AutoTokenizer
+
+    text = AutoTokenizer.from_pretrained(tokenizer).convert_ids_to_tokens(tokens[trained].tolist())
+    assert text == ["w3", "<end>", "w5", "w6", "<end>", "<eos>"]
+
+
+def test_parquet_text_and_folders(tokenizer: Path, tmp_path: Path) -> None:
+    import pyarrow as arrow
+    import pyarrow.parquet as parquet
+
+    source = tmp_path / "in"
+    source.mkdir()
+    (source / "a.txt").write_text("w1 w2 w3")
+    parquet.write_table(arrow.table({"body": ["w4", "w5 w6"]}), source / "b.parquet")
+    store = prepare([source], tokenizer=tokenizer, out=tmp_path / "t", field="body")
+    assert store.documents == 3
+    assert store.tokens == 6 + 3
+
+
+def test_waiting_is_measured(store: TokenStore) -> None:
+    stream = Stream(store, batch=4, seq=16)
+    for _ in zip(stream.from_position(0), range(3), strict=False):
+        pass
+    assert 0 <= stream.waited.last_s <= stream.waited.total_s < 5
+
+
+def fails(match: str, call: object) -> None:
+    assert callable(call)
+    with pytest.raises(UsageError, match=match) as caught:
+        call()
+    assert caught.value.hint
+
+
+def test_bad_data_is_told(store: TokenStore, tokenizer: Path, tmp_path: Path) -> None:
+    def made(*sources: Path, **options: object) -> object:
+        return lambda: prepare(sources, tokenizer=tokenizer, out=tmp_path / "out", **options)  # type: ignore[arg-type]
+
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text('{"text": "w1"}\nnot json\n')
+    fails("not JSON", made(bad))
+    fails("no text under", made(lines(tmp_path / "c.jsonl", [{"body": "w1"}])))
+    fails("no such file", made(tmp_path / "none.jsonl"))
+    fails("are not read", made(tokenizer / "tokenizer.json"))
+    fails("holds no text", made(_folder(tmp_path / "empty")))
+    (tmp_path / "d.parquet").write_bytes(b"PAR1 and no more")
+    fails("cannot be read", made(tmp_path / "d.parquet"))
+    (tmp_path / "e.txt").write_bytes(b"\xff\xfe\xfa")
+    fails("cannot be read", made(tmp_path / "e.txt"))
+    (tmp_path / "f.txt").write_text("")
+    fails("hold no text", made(tmp_path / "f.txt"))
+    fails("tokens already", lambda: prepare([tmp_path], tokenizer=tokenizer, out=store.folder))
+    fails("no tokenizer", lambda: prepare([tmp_path / "f.txt"], tokenizer=tmp_path, out=tmp_path / "g"))
+    fails("a sequence of", lambda: Stream(store, batch=1, seq=10**6))
+    talk = [{"role": "user", "content": "w1"}]
+    fails("no turn of the assistant", made(lines(tmp_path / "h.jsonl", [{"messages": talk}])))
+
+
+def test_damaged_stores_are_told(store: TokenStore, tmp_path: Path) -> None:
+    import shutil
+
+    fails("no tokens", lambda: TokenStore(tmp_path))
+    for number, damage in enumerate((b"", b"\x93NUMPY\x01\x00", b"not numpy")):
+        copied = Path(shutil.copytree(store.folder, tmp_path / str(number)))
+        (copied / "00001.tokens.npy").write_bytes(damage)
+        fails("cannot be read|entries", lambda copied=copied: TokenStore(copied))
+    copied = Path(shutil.copytree(store.folder, tmp_path / "flipped"))
+    file = copied / "00000.tokens.npy"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    fails("checksum", TokenStore(copied).verify)
+    write_about(copied, vocabulary=1, tokenizer="", shards=[])
+    fails("does not describe", lambda: TokenStore(copied))
+
+
+def test_a_shard_that_vanishes_ends_the_stream(store: TokenStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = Stream(store, batch=4, seq=16)
+
+    def gone(first: int, count: int) -> object:
+        raise UsageError("the shard is gone", hint="x")
+
+    monkeypatch.setattr(store, "read", gone)
+    fails("is gone", lambda: next(stream.from_position(0)))
+
+
+def _folder(path: Path) -> Path:
+    path.mkdir()
+    return path

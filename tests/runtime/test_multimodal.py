@@ -1,0 +1,45 @@
+"""Models with images and audio, sharded: towers placed by name, batches cut where pixels are not one row per sequence."""
+
+from __future__ import annotations
+
+import pytest
+
+import autopar.api as api
+from autopar.errors import PlanError, UsageError
+from autopar.verify import verify
+from tests.multimodal import multimodal
+
+CASES = [
+    ("qwen2_5_vl", "tp=2", ("model.visual.blocks.*.mlp.gate_proj.weight=[_@tp, _]",)),
+    ("qwen2_5_vl", "dp=2", ("batch=dp",)),
+    ("llava", "dp=2,tp=2", ("vocab=tp",)),
+    ("whisper", "tp=2", ("heads=tp",)),
+]
+
+
+@pytest.mark.parametrize(("kind", "mesh", "fix"), CASES)
+def test_sharded_equals_unsharded(kind: str, mesh: str, fix: tuple[str, ...]) -> None:
+    model, inputs = multimodal(kind)
+    ranks = 4 if "," in mesh else 2
+    result = verify(model, f"cpu:{ranks}", mesh=mesh, fix=fix, example_inputs=inputs)
+    assert result.passed, str(result)
+
+
+def test_micro_batches_of_a_model_that_takes_images_one_by_one_are_refused() -> None:
+    model, inputs = multimodal("llava")
+    plan = api.plan(model, "cpu:1", example_inputs=inputs, mesh="dp=1", micro_batches=2)
+    with pytest.raises(PlanError, match=r"other ops for a micro-batch of 1(.|\n)*micro_batches=1"):
+        api.compile(model, plan=plan, example_inputs=inputs)
+
+
+def test_micro_batches_with_grids_are_refused() -> None:
+    model, inputs = multimodal("qwen2_5_vl")
+    with pytest.raises(UsageError, match=r"image_grid_thw of the whole batch decides(.|\n)*micro_batches=1"):
+        api.plan(model, "cpu:1", example_inputs=inputs, mesh="dp=1", micro_batches=2)
+
+
+def test_images_that_cannot_be_cut_with_their_sequences_are_refused() -> None:
+    model, inputs = multimodal("qwen2_5_vl")
+    odd = {**inputs, "pixel_values": inputs["pixel_values"][:31]}
+    with pytest.raises(UsageError, match="different batch sizes: pixel_values has 31"):
+        api.plan(model, "cpu:2", example_inputs=odd)
