@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 from autopar import api
+from autopar.data import Stream, TokenStore
+from autopar.data.prepare import tokenizer_fingerprint
 from autopar.errors import UsageError
 from autopar.models.model_source import ModelSource
 from autopar.models.source import find_model
@@ -127,6 +129,9 @@ def _batches(source: ModelSource, plan: Plan, options: TrainOptions) -> Callable
         )
     vocabulary = int(getattr(source.config, "vocab_size", 256))
     folder = tokenizer or source.path
+    if Path(data).is_dir():
+        stream = _prepared(Path(data), plan, folder, vocabulary, seed)
+        return lambda step: stream.at(step * batch)
     if folder is not None and folder.is_dir():
         tokens = pydoc_tokens(folder) if data == "pydoc" else text_file_tokens(Path(data), folder)
         if len(tokens) and int(tokens.max()) >= vocabulary:
@@ -147,6 +152,24 @@ def _batches(source: ModelSource, plan: Plan, options: TrainOptions) -> Callable
         tokens, batch, seq, seed=seed, step=0
     )  # a text that is too short is told before the model is built
     return lambda step: batch_at(tokens, batch, seq, seed=seed, step=step)
+
+
+def _prepared(data: Path, plan: Plan, tokenizer: Path | None, vocabulary: int, seed: int) -> Stream:
+    """A folder that `autopar prepare` wrote, if its tokens are those of this model."""
+    store = TokenStore(data)
+    if tokenizer is not None and tokenizer.is_dir() and tokenizer_fingerprint(tokenizer) != store.tokenizer:
+        raise UsageError(
+            "the tokens were made with another tokenizer than the model's",
+            where=f"{data} and {tokenizer}",
+            hint="autopar prepare with this tokenizer, or --tokenizer with the one they were made with",
+        )
+    if store.vocabulary > vocabulary:
+        raise UsageError(
+            f"the tokens are of a vocabulary of {store.vocabulary}, the model has {vocabulary}",
+            where=str(data),
+            hint="the tokenizer that belongs to the model",
+        )
+    return Stream(store, batch=plan.data.batch, seq=plan.data.seq, seed=seed)
 
 
 def _pydoc_text() -> bytes:

@@ -40,14 +40,16 @@ def split_experts(
     inner: str,
     outer: str,
     levels: Sequence[Level],
-    addends: int,
+    addends: Sequence[tuple[str, int]],
 ) -> Tensor:
     """`autopar.expert_functions.experts` on local tokens and experts; `index` counts the experts of all ranks.
 
-    `addends`: into how many partial sums a split of f makes the result, each with its share of `down_bias`.
+    `addends`: the axes over which a split of f makes the result a partial sum, with their sizes: each rank adds its
+    share of `down_bias`.
     """
-    if down_bias is not None and addends > 1:
-        down_bias = down_bias / addends
+    if down_bias is not None:
+        for _, ways in addends:
+            down_bias = down_bias / ways
     slots = _slots(
         x.reshape(-1, x.shape[-1]),
         index.reshape(-1),

@@ -7,6 +7,7 @@ buffers, constants; named relative to the layer) and the values it takes. `str(p
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -130,13 +131,33 @@ class Call:
     path: str = ""
 
 
+class Condition(ABC):
+    """What must hold of the values of a batch (of a micro-batch, if there are several) for a program to be right for it.
+
+    `inputs`: what it looks at. `where`: the line of the model's code.
+    """
+
+    inputs: tuple[str, ...]
+    where: str
+
+    @property
+    @abstractmethod
+    def hint(self) -> str:
+        """What to try where it does not hold."""
+
+    @abstractmethod
+    def violated(self, batch: Mapping[str, torch.Tensor]) -> str | None:
+        """What does not hold, in a sentence; None if it does."""
+
+
 @dataclass(frozen=True)
 class Program:
     """Blocks, the calls that make the model of them, and the model's state.
 
     `inputs`: the names of the model's tensor inputs (values). `outputs`: name -> value; a training program has
     `loss`. `tied`: alias -> the state name that stands for it. `notes`: what capture had to decide or leave out.
-    `fixed`: inputs whose values are constants of the program: a batch with other values is not for it.
+    `fixed`: inputs whose values are constants of the program: a batch with other values is not for it. `conditions`: what must hold of a batch
+    (`passes/place_counts.py`, `passes/known_values.py`).
     """
 
     name: str
@@ -149,6 +170,7 @@ class Program:
     constants: Mapping[str, torch.Tensor] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     fixed: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    conditions: tuple[Condition, ...] = ()
 
     @property
     def multiplicity(self) -> Counter[str]:

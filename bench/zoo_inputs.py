@@ -140,6 +140,10 @@ class _Inputs:
         """Pixels in the form that this model takes: images, or patches of all images in a row with their grids."""
         if "image_grid_thw" in self.names:
             grid = torch.tensor([[1, 4, 4]] * BATCH)
+            if hasattr(self.vision, "posemb_grid_size"):  # a square of patches for every token, channels last
+                side = int(self.vision.patch_size) * int(self.vision.spatial_merge_size)
+                pixels = torch.rand(int(grid.prod(1).sum()), side, side, int(self.vision.num_channels))
+                return {"pixel_values": pixels, "image_grid_thw": grid}
             return {"pixel_values": self._patches(grid), "image_grid_thw": grid}
         if "image_position_ids" in self.names or "pixel_position_ids" in self.names:
             name = "image_position_ids" if "image_position_ids" in self.names else "pixel_position_ids"

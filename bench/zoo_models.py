@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from autopar.models.host_inputs import with_positions
 from bench.zoo_inputs import configs, example_inputs, with_embeddings
 
 # Well known, and without a plan by hand in their configs.
@@ -120,7 +121,11 @@ def build(config: Any, *, seed: int = 0) -> tuple[nn.Module, dict[str, Any]]:
     model.tie_weights()
     _nonzero(model)
     model.eval()
-    inputs = example_inputs(model, config, labels)
+    inputs = with_positions(model, example_inputs(model, config, labels))
+    if (
+        config.model_type == "llama4"
+    ):  # of Transformers 5.24 reads `image_outputs` of its decoder's output, which has none
+        model.language_model.register_forward_hook(_without_images)
     try:
         has_loss = _has_loss(model, inputs)
     except (
@@ -314,6 +319,10 @@ class WithLoss(nn.Module):
 
     def forward(self, targets: Tensor, **inputs: Any) -> dict[str, Tensor]:
         return {"loss": (first_output(self.model(**inputs)).float() - targets).pow(2).mean()}
+
+
+def _without_images(module: nn.Module, args: Any, output: Any) -> None:
+    output.image_outputs = None
 
 
 def first_output(result: Any) -> Tensor:

@@ -237,7 +237,14 @@ def _pipeline_step(built: Built, captured: _Captured) -> Iterator[tuple[str, Cal
         rank_program, _ = place(captured, mesh_of(), ())
         stages = cut_stages(rank_program, 2)
         facts = {"sends": [len(stage.sends) for stage in stages], "shared": len(stages[0].shared)}
-        return _Result({**facts, **judge(pipeline_differences(stages, built))})
+        errors = pipeline_differences(stages, built)
+        if not _equal(errors):
+            errors = _in_double(facts, built, by_stages) or errors
+        return _Result({**facts, **judge(errors)})
+
+    def by_stages(double: Built) -> dict[str, Any]:
+        rank_program, _ = place(_capture(double), mesh_of(), ())
+        return pipeline_differences(cut_stages(rank_program, 2), double)
 
     yield "pp2", work
 
@@ -310,18 +317,23 @@ def _compare(built: Built, captured: _Captured, mesh: Mesh, constraints: Sequenc
     if constraints:
         facts["constraints"] = list(constraints)
     if not _equal(errors):  # in float32: by rounding, or wrong? float64 knows
-        try:
-            errors = _in_double(built, mesh, constraints)
-            facts["precision"] = "float64"
-        except RuntimeError as error:
-            facts["no float64"] = describe(error)[0]
+        errors = (
+            _in_double(
+                facts,
+                built,
+                lambda double: differences(place(_capture(double), mesh, constraints)[0], double),
+            )
+            or errors
+        )
     result = _Result({**facts, **judge(errors)})
     checked(rank_program, equal=True)
     return result
 
 
-def _in_double(built: Built, mesh: Mesh, constraints: Sequence[str]) -> dict[str, Any]:
-    """The same comparison with weights and inputs in float64."""
+def _in_double(
+    facts: dict[str, Any], built: Built, compare: Callable[[Built], dict[str, Any]]
+) -> dict[str, Any]:
+    """The same comparison with weights and inputs in float64; nothing where the model does not run in it."""
     experts = getattr(built.module, "_can_set_experts_implementation", lambda: False)()
     try:
         if experts:  # grouped matmuls have no float64; the captured op is the same one
@@ -329,7 +341,12 @@ def _in_double(built: Built, mesh: Mesh, constraints: Sequence[str]) -> dict[str
         double = reference(
             built.module.double(), {key: _double(value) for key, value in built.inputs.items()}
         )
-        return differences(place(_capture(double), mesh, constraints)[0], double)
+        errors = compare(double)
+        facts["precision"] = "float64"
+        return errors
+    except RuntimeError as error:
+        facts["no float64"] = describe(error)[0]
+        return {}
     finally:
         built.module.float()
         if experts:

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from autopar.passes.fold import FoldError, Stack, is_own_index
 from autopar.passes.host_values import HostTensor
+from autopar.passes.known_values import identity, keep
 from autopar.passes.mask_flags import note, noted
 from autopar.torch_private import pytree, storage_key, version
 
@@ -222,6 +223,7 @@ class Boundaries:
         marked = torch.ops.autopar.layer_inputs([leaves[place] for place in places], path, call)
         for place, tensor in zip(places, marked, strict=True):
             note(tensor, noted(leaves[place]))
+            keep(tensor, leaves[place])
             inner[place] = tensor
         versions = [version(tensor) for tensor in marked]
         args, kwargs = pytree.tree_unflatten(inner, spec)
@@ -277,7 +279,7 @@ def _call_signature(leaves: Sequence[Any], spec: Any, stack: Stack) -> Hashable:
         if isinstance(leaf, HostTensor):
             described.append(leaf.described)
         elif isinstance(leaf, Tensor):
-            described.append((tuple(leaf.shape), leaf.dtype, leaf.device, noted(leaf)))
+            described.append((tuple(leaf.shape), leaf.dtype, leaf.device, noted(leaf), identity(leaf)))
         elif _is_plain(leaf):
             described.append((type(leaf).__name__, leaf))
         elif callable(leaf) or type(leaf).__module__.startswith("transformers."):

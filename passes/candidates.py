@@ -120,15 +120,17 @@ def _choices(op: Op, mesh: Mesh) -> Iterator[tuple[tuple[str, str | None], ...]]
     pairs = [pair_choice(pair) for pair in rule.pairs] if lowered else []
     joint = list(rule.joint) if lowered else []
     data = tuple(axis for axis in axes if axis in DATA_AXES)
-    batches = [name for name in allowed if op.logical.get(name) == "batch"]
-    experts = [pair for pair in pairs if op.logical.get(pair.split(PAIR)[0]) == "batch"]
+    batches: list[str | None] = [name for name in allowed if op.logical.get(name) == "batch"]
+    experts: list[str | None] = [pair for pair in pairs if op.logical.get(pair.split(PAIR)[0]) == "batch"]
+    # What is done to the experts' matrices before they are used (a transpose) may be done to each rank's own.
+    weights = [name for name in allowed if op.logical.get(name) == "expert"]
     positions = [name for name in allowed if op.logical.get(name) == "sequence"]
     rows = [pair for pair in pairs if op.logical.get(pair.split(PAIR)[0]) == "sequence"]
     heads = [name for name in allowed if rows and op.logical.get(name) == "heads"]
     # Per group of axes what it may split, in order of preference; the first list with something that divides counts.
-    wanted: list[tuple[tuple[str, ...], list[list[str]]]] = [
+    wanted: list[tuple[tuple[str, ...], list[list[str | None]]]] = [
         (data, [batches]),
-        ((EXPERT_AXIS,), [experts, batches]),
+        ((EXPERT_AXIS,), [experts, batches, [*weights, None]]),
         ((CONTEXT_AXIS,), [[*positions, *rows, *heads]]),
     ]
     chosen: list[dict[str, str | None]] = [{}]
@@ -151,7 +153,7 @@ def _choices(op: Op, mesh: Mesh) -> Iterator[tuple[tuple[str, str | None], ...]]
 
 
 def _first_that_divides(
-    rule: Rule, preferences: list[list[str]], mesh: Mesh, taken: Choice, axes: Sequence[str]
+    rule: Rule, preferences: list[list[str | None]], mesh: Mesh, taken: Choice, axes: Sequence[str]
 ) -> Sequence[str | None]:
     for factors in preferences:
         found = [

@@ -42,6 +42,7 @@ from autopar.passes.capture_checks import (
     traceable_tensors,
 )
 from autopar.passes.fold import FoldError, Stack, find_stacks, storage_free_copy
+from autopar.passes.follow_values import follow_values
 from autopar.passes.functions import Functions
 from autopar.passes.host_values import (
     HostFactories,
@@ -50,9 +51,11 @@ from autopar.passes.host_values import (
     other_values,
     values_for_shapes,
 )
+from autopar.passes.known_values import Knowledge
 from autopar.passes.no_grad import stop_gradients
 from autopar.passes.normalize import normalize
 from autopar.passes.partition import partition
+from autopar.passes.place_counts import place_counts
 from autopar.passes.rewrites import rewrite
 from autopar.passes.transformers_experts import use_one_op
 from autopar.passes.unflatten import unflatten
@@ -83,14 +86,31 @@ def capture(
     title = name or type(model).__name__
     check_parameters(model, title)
     fixed = values_for_shapes(example_inputs)
-    try:
-        return _folded(model, example_inputs, outputs, title, dtype, fixed)
-    except CaptureError as error:
-        for others in other_values(example_inputs, fixed) if _needs_values(error) else ():
-            _log.info("%s: %s; taking the values of %s", title, error, ", ".join(others))
-            with contextlib.suppress(CaptureError):
-                return _folded(model, example_inputs, outputs, title, dtype, {**fixed, **others})
-        raise
+    first: CaptureError | None = None
+    for values, knowledge, whole in _attempts(example_inputs, fixed):
+        try:
+            return _folded(model, example_inputs, outputs, title, dtype, values, knowledge, whole)
+        except CaptureError as error:
+            first = first or error
+            if not _needs_values(first):
+                raise
+            _log.info("%s: %s; taking values of the example", title, error)
+            if knowledge is not None and not _needs_values(error):
+                raise  # it came further
+    assert first is not None
+    raise first
+
+
+def _attempts(
+    example_inputs: Mapping[str, Any], fixed: Mapping[str, Tensor]
+) -> Iterator[tuple[Mapping[str, Tensor], Knowledge | None, bool]]:
+    """Inputs whose values are constants, what is known by the example, and whether all layers are traced: where tracing
+    needs values, more and more of them."""
+    yield fixed, None, False
+    for others in other_values(example_inputs, fixed):
+        yield {**fixed, **others}, None, False
+    for whole in (False, True):
+        yield fixed, Knowledge(example_inputs), whole
 
 
 def _folded(
@@ -100,19 +120,21 @@ def _folded(
     title: str,
     dtype: torch.dtype | None,
     fixed: Mapping[str, Tensor],
+    knowledge: Knowledge | None,
+    whole: bool,
 ) -> Program:
-    """Capture with as few layers traced as will do."""
-    stacks = find_stacks(model)
+    """Capture with as few layers traced as will do, or with all."""
+    stacks = tuple(stack.whole() if whole else stack for stack in find_stacks(model))
     for _ in range(3 * len(stacks) + 1):
         try:
-            return _capture(model, example_inputs, outputs, title, stacks, dtype, fixed)
+            return _capture(model, example_inputs, outputs, title, stacks, dtype, fixed, knowledge)
         except FoldError as error:
             if not any(stack.folded for stack in stacks):
                 raise CaptureError(str(error), where=title) from error
             _log.info("%s: %s; tracing more layers", title, error)
             stacks = _with_more_layers(stacks, error)
         except CaptureError as error:
-            if not any(stack.folded for stack in stacks):
+            if not any(stack.folded for stack in stacks) or _needs_values(error):
                 raise
             _log.info("%s: %s; tracing all layers", title, error)
             stacks = tuple(stack.whole() for stack in stacks)
@@ -140,6 +162,7 @@ def _capture(
     stacks: tuple[Stack, ...],
     dtype: torch.dtype | None,
     fixed: Mapping[str, Tensor],
+    knowledge: Knowledge | None,
     unpacked: frozenset[str] = frozenset(),
 ) -> Program:
     folded = [number for number, stack in enumerate(stacks) if stack.folded]
@@ -161,6 +184,8 @@ def _capture(
         use_one_op(copy)
         rewrite(copy)
         boundaries.install(copy, folded)
+        if knowledge is not None:
+            follow_values(copy, knowledge)
         functions = Functions()
         with (
             functions.applied(),
@@ -169,11 +194,13 @@ def _capture(
         ):
             exported = _export(copy, inputs, outputs, title)
     boundaries.check()
+    notes += knowledge.notes if knowledge else []
     state, placeholders, tied, constants = _state(exported, model)
     user_inputs = _user_inputs(exported, inputs)
     wanted = _outputs(exported)
     check_exported(exported, wanted.values(), title)
     _check_sizes(list(wanted.values()), title)
+    places = place_counts(exported.graph, user_inputs)
     functions.restore(exported.graph)
     normalize(exported.graph, set(wanted.values()))
     unflatten(exported.graph, set(wanted.values()))
@@ -192,7 +219,9 @@ def _capture(
     )
     unread = with_unread_pieces(all_state)
     if unread:  # by blocks of which a result is not used: the parameter is then better whole than in part
-        return _capture(model, example_inputs, outputs, title, stacks, dtype, fixed, unpacked | unread)
+        return _capture(
+            model, example_inputs, outputs, title, stacks, dtype, fixed, knowledge, unpacked | unread
+        )
     return Program(
         name=title,
         blocks=blocks,
@@ -204,6 +233,7 @@ def _capture(
         constants=constants,
         notes=tuple(notes),
         fixed=dict(fixed),
+        conditions=(*places, *(knowledge.decisions.values() if knowledge else ())),
     )
 
 

@@ -36,7 +36,7 @@ _OF_DATA = re.compile(r"ids$|labels|mask|target")
 # Masks of features, patches and tiles: of these, batches that are full are alike.
 _OF_TOWERS = re.compile(r"(feature|pixel|patch|image|audio|video|aspect_ratio|input_features).*mask")
 
-_FACTORIES = frozenset(
+FACTORIES = frozenset(
     (
         torch.arange,
         torch.zeros,
@@ -106,7 +106,7 @@ class HostFactories(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = dict(kwargs or {})
-        if func not in _FACTORIES:
+        if func not in FACTORIES:
             return func(*args, **kwargs)
         tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if tensors and all(isinstance(tensor, HostTensor) for tensor in tensors):

@@ -31,7 +31,7 @@ from autopar.passes.limits import IdLimit, id_limits
 from autopar.passes.lowerings import LOWERINGS
 from autopar.passes.problem import value_name
 from autopar.problem import Choice, Op, Problem, Solution
-from autopar.program import Block, Call, Program, StateInfo, TensorInfo, node_info
+from autopar.program import Block, Call, Condition, Program, StateInfo, TensorInfo, node_info
 from autopar.rules import localize, operand_nodes
 from autopar.rules.rule import PAIR, Sharded
 from autopar.sharding import Sharding, Step, Use, reshard_steps
@@ -66,6 +66,7 @@ class RankProgram:
 
     `limits`: the range of ids per input. `count`: the value that holds the number of labels the loss averages over, if the loss is such a mean: with
     micro-batches their losses are weighted by it. `fixed`: inputs whose values are constants of the program.
+    `conditions`: what must hold of a batch.
     """
 
     name: str
@@ -80,6 +81,7 @@ class RankProgram:
     limits: Mapping[str, IdLimit]
     count: str | None
     fixed: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    conditions: tuple[Condition, ...] = ()
 
     def __str__(self) -> str:
         lines = [f"rank program {self.name} on {self.mesh}"]
@@ -111,6 +113,7 @@ def lower(program: Program, problem: Problem, solution: Solution, mesh: Mesh) ->
         id_limits(program, problem),
         count,
         program.fixed,
+        program.conditions,
     )
 
 

@@ -133,7 +133,7 @@ def experts(build: Builder, node: Node, op: Op, sharded: Sharded, operands: Sequ
         for axis in build.mesh.names
         if axis in apart or axis in paired
     ]
-    addends = build.mesh.size(*sharded.by_factor.get("f", ()))
+    addends = [(axis, build.mesh.sizes[axis]) for axis in sharded.by_factor.get("f", ())]
     return build.graph.call_function(expert_steps.split_experts, (*args, levels, addends))
 
 

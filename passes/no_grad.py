@@ -6,6 +6,9 @@ Out: the same, with what enters such a region detached: nothing made of it has a
      written into a buffer.
 
     with torch.no_grad(): y = f(x)     %y = f(%x)     ->     %d = detach(%x), %y = f(%d)
+
+What a region hands out is not always made in it: `x.to(x.dtype)` is `x` itself, and whoever uses `x` afterwards is
+traced as using what the region returned. That is `x`, gradient and all.
 """
 
 from __future__ import annotations
@@ -14,9 +17,19 @@ import torch
 from torch import Tensor
 from torch.export import ExportedProgram
 from torch.fx import GraphModule, Node
+from torch.fx.node import map_arg
 
 from autopar.errors import CaptureError
 
+# These return their operand itself where there is nothing to do.
+_MAYBE_ITSELF = (
+    torch.ops.aten.to,
+    torch.ops.aten.contiguous,
+    torch.ops.aten.type_as,
+    torch.ops.aten.dropout,
+    torch.ops.aten.feature_dropout,
+    torch.ops.aten.alpha_dropout,
+)
 _REGION = torch.ops.higher_order.wrap_with_set_grad_enabled
 
 
@@ -49,9 +62,40 @@ def _regions(module: GraphModule, node: Node) -> list[GraphModule]:
     return [region for region in found if isinstance(region, GraphModule)]
 
 
+def _itself(node: Node) -> Node:
+    """The region's input that `node` is, where ops that did nothing lie between; else `node`."""
+    found = node
+    while found.op == "call_function" and getattr(found.target, "overloadpacket", None) in _MAYBE_ITSELF:
+        source = found.args[0]
+        if not isinstance(source, Node) or not _alike(source.meta.get("val"), found.meta.get("val")):
+            break
+        if _argument(found, "train") or _argument(found, "copy"):
+            break
+        found = source
+    return found if found.op == "placeholder" else node
+
+
+def _argument(node: Node, name: str) -> object:
+    """An argument of an ATen op by the name its schema has for it; None if it has none, or it was left out."""
+    names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
+    index = names.index(name) if name in names else len(node.args)
+    return node.args[index] if index < len(node.args) else node.kwargs.get(name)
+
+
+def _alike(one: object, other: object) -> bool:
+    return (
+        isinstance(one, Tensor)
+        and isinstance(other, Tensor)
+        and (one.dtype, one.device, one.shape, one.stride())
+        == (other.dtype, other.device, other.shape, other.stride())
+    )
+
+
 def _detach_inputs(region: GraphModule) -> None:
     placeholders = [node for node in region.graph.nodes if node.op == "placeholder"]
     first = next(node for node in region.graph.nodes if node.op != "placeholder")
+    output = region.graph.output_node()
+    output.args = map_arg(output.args, _itself)
     for node in placeholders:
         value = node.meta.get("val")
         if not isinstance(value, Tensor) or not (value.is_floating_point() or value.is_complex()):
@@ -59,6 +103,8 @@ def _detach_inputs(region: GraphModule) -> None:
         with region.graph.inserting_before(first):
             detached = region.graph.call_function(torch.ops.aten.detach.default, (node,))
         detached.meta = dict(node.meta)
-        node.replace_all_uses_with(detached, delete_user_cb=lambda user, own=detached: user is not own)
+        node.replace_all_uses_with(
+            detached, delete_user_cb=lambda user, own=detached: user not in (own, output)
+        )
     region.graph.lint()
     region.recompile()

@@ -14,7 +14,7 @@ again from scratch.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,7 +22,7 @@ import numpy as np
 from autopar.cost.prices import Prices
 from autopar.mesh import Mesh
 from autopar.passes.candidates import DATA_AXES, Candidate, candidates
-from autopar.passes.elimination import Factor, Table, TooWideError, minimise
+from autopar.passes.elimination import Factor, Table, TooWideError, improve, minimise
 from autopar.passes.pricing import (
     Pricer,
     arriving,
@@ -43,6 +43,9 @@ _TIE_S = 1e-11
 _MAX_SETS = 2048
 
 
+Least = Callable[[Sequence[int], Sequence[Factor]], tuple[list[int], float]]
+
+
 @dataclass(frozen=True)
 class _User:
     """One variable that uses a value, with the uses each of its choices asks for; `variable` -1: always the same."""
@@ -55,16 +58,17 @@ def solve(problem: Problem, mesh: Mesh, prices: Prices) -> Solution:
     """The placement of least time per micro-batch.
 
     Exact, but for models whose values have so many users that the tables outgrow memory: there moves are shared only
-    among up to three users at a time while searching. Raises ConstraintError where what is fixed cannot be had.
+    among up to three users at a time while searching, or none; and where even that is too much, the best that
+    `elimination.improve` finds. Raises ConstraintError where what is fixed cannot be had.
     """
     pricer = Pricer(problem, mesh, prices)
     found = _candidates(problem, mesh)
-    for party in (len(problem.ops) + 1, 3):
+    for party in (len(problem.ops) + 1, 3, 1):
         try:
-            return _Search(problem, mesh, prices, pricer, found, party).solution()
+            return _Search(problem, mesh, prices, pricer, found, party).solution(minimise)
         except TooWideError:
             continue
-    return _Search(problem, mesh, prices, pricer, found, 1).solution()
+    return _Search(problem, mesh, prices, pricer, found, 1).solution(improve)
 
 
 def _candidates(problem: Problem, mesh: Mesh) -> dict[str, list[Candidate]]:
@@ -124,8 +128,8 @@ class _Search:
         for value in problem.values.values():
             self._moves(value)
 
-    def solution(self) -> Solution:
-        chosen, _ = minimise(self.sizes, self.factors)
+    def solution(self, least: Least = minimise) -> Solution:
+        chosen, _ = least(self.sizes, self.factors)
         choices = {
             name: self.found[name][chosen[variable]].as_choice for name, variable in self.op_variable.items()
         }

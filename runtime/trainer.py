@@ -79,6 +79,7 @@ class Trainer:
         batch = flat_inputs(batch)
         self._check(batch)
         self._check_fixed(batch)
+        self._check_conditions(batch)
         count_name = self.model.program.count
         total, weights = 0.0, 0.0
         for number in range(self.micro_batches):
@@ -121,8 +122,11 @@ class Trainer:
             if name not in self.model.program.inputs:
                 continue
             if name not in batch:
+                parts = [part for part in batch if part.startswith(f"{name}.")]
                 raise TrainingError(
-                    f"the batch has no {name!r}; it has {', '.join(batch)}",
+                    f"{name} is several ({', '.join(parts)}), the plan is for one tensor"
+                    if parts
+                    else f"the batch has no {name!r}; it has {', '.join(batch)}",
                     where=f"step {self.step_count + 1}",
                     hint=f"a batch with {name!r}",
                 )
@@ -181,4 +185,25 @@ class Trainer:
                         where=f"step {self.step_count + 1}"
                         + (f", micro-batch {number + 1}" if self.micro_batches > 1 else ""),
                         hint=f"batches with this {name} (images of one size), or compile with a batch that has the other",
+                    )
+
+    def _check_conditions(self, batch: Mapping[str, Tensor]) -> None:
+        """What the program takes for granted holds of every micro-batch."""
+        for condition in self.model.program.conditions:
+            for name in condition.inputs:
+                if name not in batch:
+                    raise TrainingError(
+                        f"the batch has no {name!r}; it has {', '.join(batch)}",
+                        where=f"step {self.step_count + 1}",
+                        hint=f"a batch with {name!r}",
+                    )
+            for number in range(self.micro_batches):
+                piece = {name: self._piece(name, batch[name], number) for name in condition.inputs}
+                violated = condition.violated(piece)
+                if violated is not None:
+                    micro = f", micro-batch {number + 1}" if self.micro_batches > 1 else ""
+                    raise TrainingError(
+                        violated,
+                        where=f"step {self.step_count + 1}{micro}; {condition.where}",
+                        hint=condition.hint,
                     )

@@ -122,13 +122,13 @@ TRAIN = ("train", "models.py:mlp", "--batch=4", "--seq=8", "--cluster=cpu:1", "-
 COMMANDS: dict[str, tuple[tuple[str, ...], int, tuple[str, ...]]] = {
     "batch does not divide": (("plan", "models.py:mlp", "--batch=3", "--seq=8"), 4, ("batch 4", "try batch 4")),
     "batch over the mesh": ((*PLAN, "--cluster=cpu:8", "--mesh=dp=8"), 2, ("batch 4", "dp*fsdp is 8", "try")),
-    "unknown mesh axis": ((*PLAN, "--cluster=cpu:2", "--mesh=pp=2"), 2, ("'pp'", "dp, fsdp and tp")),
+    "unknown mesh axis": ((*PLAN, "--cluster=cpu:2", "--mesh=pp=2"), 2, ("'pp'", "dp, fsdp, ep, cp, tp")),
     "malformed mesh": ((*PLAN, "--cluster=cpu:2", "--mesh=tp=x"), 2, ("cannot read 'tp=x'", "'dp=2,tp=4'")),
     "mesh of size 0": ((*PLAN, "--cluster=cpu:2", "--mesh=tp=0"), 2, ("size 0", "positive")),
     "empty mesh": ((*PLAN, "--cluster=cpu:2", "--mesh="), 2, ("names no axis", "'dp=2,tp=4'")),
     "mesh of another size": ((*PLAN, "--cluster=cpu:2", "--mesh=tp=3"), 2, ("3", "2 devices")),
     "unknown logical axis": ((*PLAN, "--cluster=cpu:2", "--fix=headz=tp"), 5, ("headz", "one of batch")),
-    "unknown axis in a constraint": ((*PLAN, "--fix=heads=tq"), 2, ("heads=tq", "'tq'", "dp, fsdp, tp")),
+    "unknown axis in a constraint": ((*PLAN, "--fix=heads=tq"), 2, ("heads=tq", "'tq'", "dp, fsdp, ep, cp, tp")),
     "axis twice in a constraint": ((*PLAN, "--fix=heads=tp.tp"), 2, ("heads=tp.tp", "twice")),
     "malformed constraint": ((*PLAN, "--fix=heads"), 2, ("cannot read constraint 'heads'", "'heads=tp'")),
     "malformed sharding": ((*PLAN, "--fix=up.weight=[_@tp,"), 2, ("up.weight=[_@tp,", "[_@tp, _]")),
@@ -275,7 +275,7 @@ EDITS: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
     "parameter as a sum": (_edit(f"{LAYER}/state/input_layernorm_weight", lambda _: "[64] + sum(tp)"), "partial sum"),
     "other batch": (_edit("data/batch", lambda _: 8), "[8, 16]"),
     "newer version": (_edit("version", lambda _: 99), "newer"),
-    "other fingerprint": (_edit("model/fingerprint", lambda _: "0" * 64), "another model"),
+    "other fingerprint": (_edit("model/fingerprint", lambda _: "0" * 64), "other ops now"),
 }  # fmt: skip
 
 
@@ -326,7 +326,7 @@ BATCHES: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "fewer sequences": (lambda batch: {name: value[:2] for name, value in batch.items()}, r"\[2, 16\].*\[4, 16\]"),
     "shorter sequences": (lambda batch: {name: value[:, :8] for name, value in batch.items()}, r"\[4, 8\]"),
     "other dtype": (lambda batch: {**batch, "input_ids": batch["input_ids"].float()}, "float32.*int64"),
-    "no tensor": (lambda batch: {**batch, "input_ids": [1, 2]}, "input_ids is list"),
+    "no tensor": (lambda batch: {**batch, "input_ids": [1, 2]}, "input_ids is several"),
     "missing": (lambda batch: {"input_ids": batch["input_ids"]}, "no 'labels'"),
     "all labels ignored": (lambda batch: {**batch, "labels": torch.full_like(batch["labels"], -100)}, "ignored"),
 }  # fmt: skip

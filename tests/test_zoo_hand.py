@@ -252,7 +252,8 @@ def test_ours_is_not_slower_with_fused_weights_and_experts(model_type: str) -> N
 
 
 def test_a_model_without_an_answer_says_why() -> None:
-    row = compare("muse_glimmer_assistant")
+    row = compare("no_such_model")
 
     assert row.hand is None
-    assert "context_hidden_states" in row.error
+    assert "no_such_model" in row.error
+    assert "no_such_model" in line(row)

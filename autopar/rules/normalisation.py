@@ -42,11 +42,12 @@ def group_norm(call: OpCall) -> Rule | None:
         channel,
         *((name,) * (size > 1) for name, size in zip(space, x[2:], strict=True)),
     )
+    sizes = {**rest, **{name: parts[name] for name in channel}}
     return Rule(
         operands=(full, *[(channel,)] * (len(call.operands) - 1)),
         results=(full,),
-        sizes={**rest, **{name: parts[name] for name in channel}},
-        whole=frozenset(["c", *space]),
+        sizes=sizes,
+        whole=frozenset(["c", *space]) & sizes.keys(),
         flops_per_point=6.0,
         logical={"n": "batch", **({"g": "channels"} if groups > 1 else {})},
         count_args=((1, "g"),) if groups > 1 else (),

@@ -248,3 +248,60 @@ def test_a_shard_that_vanishes_ends_the_stream(store: TokenStore, monkeypatch: p
 def _folder(path: Path) -> Path:
     path.mkdir()
     return path
+
+
+def test_training_reads_prepared_tokens(
+    store: TokenStore,
+    tokenizer: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two steps; then one and the second after a resume: the same losses. And the wrong tokenizer is told."""
+    import sys
+
+    import transformers
+
+    from autopar.cli import main
+
+    config = transformers.LlamaConfig(
+        vocab_size=store.vocabulary,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+    )
+    torch.manual_seed(0)
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
+    for file in tokenizer.iterdir():
+        (tmp_path / "model" / file.name).write_bytes(file.read_bytes())
+
+    def losses(*arguments: str) -> list[float]:
+        usual = [
+            "train",
+            str(tmp_path / "model"),
+            "-c",
+            "cpu:1",
+            "--batch",
+            "4",
+            "--seq",
+            "16",
+            "--json",
+            "-q",
+        ]
+        monkeypatch.setattr(sys, "argv", ["autopar", *usual, "--data", str(store.folder), *arguments])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        told = capsys.readouterr()
+        assert not ended.value.code, told.err
+        return [json.loads(line)["loss"] for line in told.out.splitlines()]
+
+    straight = losses("--steps", "3")
+    again = losses("--steps", "1", "--out", str(tmp_path / "run"))
+    again += losses("--steps", "3", "--out", str(tmp_path / "run"), "--resume")
+    assert again == straight
+    (tmp_path / "model" / "tokenizer.json").write_text(
+        (tokenizer / "tokenizer.json").read_text().replace('"w199"', '"w200"')
+    )
+    with pytest.raises(AssertionError, match="another tokenizer"):
+        losses("--steps", "1")

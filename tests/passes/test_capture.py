@@ -299,7 +299,10 @@ class Mixed(nn.Module):
 
 
 def test_a_module_of_ones_own() -> None:
-    program = same(Mixed(), {"image": torch.randn(4, 3, 8, 8)}, output="output0")
+    # In float32 the gradients of a convolution may differ by its rounding, by more than assert_close allows.
+    program = same(
+        Mixed().double(), {"image": torch.randn(4, 3, 8, 8, dtype=torch.float64)}, output="output0"
+    )
     assert program.constants
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 from autopar.errors import CaptureError, TrainingError
 from autopar.passes.capture import capture
-from tests.multimodal import MULTIMODAL, multimodal
+from tests.multimodal import IMAGE, MULTIMODAL, multimodal
 from tests.passes.test_capture import interpret
 
 
@@ -89,3 +91,49 @@ def test_lengths_compute_for_real_and_meet_the_graph_as_constants() -> None:
     program = capture(model, inputs)
     torch.testing.assert_close(interpret(program, model, inputs)["loss"], model(**inputs)["loss"])
     assert list(program.fixed) == ["lengths"]
+
+
+@pytest.mark.parametrize("kind", ["llava", "qwen3_vl", "voxtral", "mistral3"])
+@pytest.mark.parametrize("change", [-1, 1])
+def test_a_batch_with_another_number_of_image_tokens_is_refused(kind: str, change: int) -> None:
+    model, inputs = multimodal(kind)
+    ids = inputs["input_ids"].clone()
+    marked = int((ids == IMAGE).sum())
+    ids[1, 2 if change < 0 else 1] = 20 if change < 0 else IMAGE
+    with pytest.raises(
+        TrainingError, match=rf"{marked + change} tokens of input_ids (.|\n)*makes {marked} feat"
+    ):
+        step_once(model, inputs, {**inputs, "input_ids": ids})
+
+
+class Filled(nn.Module):
+    """Rows put where a mask is, with nothing asserted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, marks: Tensor, rows: Tensor) -> dict[str, Tensor]:
+        filled = x.masked_scatter((marks == 1).unsqueeze(-1), rows)
+        return {"loss": self.inner(filled).square().mean()}
+
+
+def test_rows_may_be_left_over_where_nothing_is_asserted() -> None:
+    inputs = {"x": torch.randn(2, 4, 8), "marks": torch.tensor([[0, 1, 1, 0]] * 2), "rows": torch.randn(4, 8)}
+    fewer = {**inputs, "marks": torch.tensor([[0, 1, 0, 0]] * 2)}
+    model = Filled()
+    assert step_once(model, inputs, fewer) == pytest.approx(float(model(**fewer)["loss"]), rel=1e-5)
+    with pytest.raises(TrainingError, match=r"6 tokens of marks (.|\n)*makes 4 features"):
+        step_once(model, inputs, {**inputs, "marks": torch.tensor([[0, 1, 1, 1]] * 2)})
+
+
+def step_once(model: nn.Module, planned: dict[str, Any], batch: dict[str, Any]) -> float:
+    from autopar.api import compile as compile_model
+    from autopar.runtime.simulate import simulate
+
+    compiled = compile_model(model, "cpu:1", example_inputs=planned)
+
+    def step(rank: int) -> float:
+        return compiled.on_rank().start().train_step(batch).loss
+
+    return simulate(1, step)[0]

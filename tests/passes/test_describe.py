@@ -109,11 +109,8 @@ MORE_PARAMETERS = {
 
 # Bytes per token that Transformers' eager graph keeps and fused kernels do not, by layer in order.
 LATENT_MORE = 2 * (
-    HEADS
-    * 16  # attention's output twice: where q and v differ in width, sdpa's result is copied to be contiguous
-    + HEADS * 16  # v is a view of the product that makes the keys' part too, and keeps all of it
-    + 8  # the rotary part of the key before and after its rotation
-    + 8
+    HEADS * 16  # v is a view of the product that makes the keys' part too, and keeps all of it
+    + 8  # the rotary part of the key before its rotation
 )
 MORE_SAVED = {
     "qwen3-235b-a22b": [2 * (HEADS * 32 + 2 * 32)],  # q and k before their norm

@@ -14,6 +14,7 @@ from autopar.cluster import load_cluster
 from autopar.cost.prices import Prices
 from autopar.errors import ConstraintError
 from autopar.mesh import Mesh
+from autopar.passes import elimination
 from autopar.passes.candidates import candidates
 from autopar.passes.elimination import Factor, minimise
 from autopar.passes.placement import _candidates, _Search, solve
@@ -298,3 +299,24 @@ def test_is_deterministic() -> None:
     one, two = (solve(problem, mesh, prices_for(problem, mesh)) for _ in range(2))
 
     assert one == two
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_what_is_too_wide_is_improved_step_by_step(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ten variables, each pair with a table: tables of at most 100 entries leave two or three of them free at a time."""
+    random = np.random.default_rng(seed)
+    sizes = [3] * 10
+    pairs = itertools.combinations(range(10), 2)
+    factors = [elimination.Factor(pair, random.random((3, 3))) for pair in pairs]
+    factors += [elimination.Factor((variable,), random.random(3)) for variable in range(10)]
+    least, value = elimination.minimise(sizes, factors)
+    monkeypatch.setattr(elimination, "_HELD_ENTRIES", 100)
+    found, total = elimination.improve(sizes, factors)
+
+    def of(chosen: list[int]) -> float:
+        return sum(float(factor.table[tuple(chosen[v] for v in factor.variables)]) for factor in factors)
+
+    assert of(least) == pytest.approx(value)
+    assert of(found) == pytest.approx(total)
+    assert value <= total + 1e-9
+    assert total <= 1.05 * value < of([0] * 10)

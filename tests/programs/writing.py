@@ -333,6 +333,10 @@ class StoppedGradients(nn.Module):
             hidden = self.frozen(x).tanh() * self.plain
         with torch.no_grad():
             target = self.teacher(hidden).softmax(-1)
+        hidden = self.student(hidden)
+        with torch.no_grad():  # what does nothing hands `hidden` itself out, and its gradient flows on below
+            scale = hidden.to(hidden.dtype).contiguous().abs().mean()
+        hidden = hidden / scale
         found = self.student(checkpoint(self.again, hidden, use_reentrant=False)).log_softmax(-1)
         centre = found.mean(0).detach() + found.data.amax(0)
         likeness = functional.kl_div(found - centre, target, reduction="batchmean")
