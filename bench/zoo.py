@@ -231,7 +231,7 @@ def main(arguments: Iterable[str] | None = None) -> int:
     if "hand" in steps:
         from bench.zoo_hand import hand_section
 
-        hand = hand_section(models)
+        hand = hand_section(models, options.jobs)
     target = options.page or (
         ROOT / "docs" / "zoo.md" if not options.models and set(steps) == set(STEPS) else None
     )

@@ -208,7 +208,7 @@ class _Clock:
 
 def sent(problem: Problem, mesh: Mesh, prices: Prices, solution: Solution) -> float:
     """Bytes one rank sends in a step, forward and backward, by ring collectives: (k-1)/k of the tensor, twice for an
-    all-reduce. Every reshard once for each distinct use, as they are lowered."""
+    all-reduce. Every reshard once for each distinct use, as they are lowered; and what ops send inside of them."""
     pricer = Pricer(problem, mesh, prices)
     total = 0.0
     for name, use in _uses(problem, mesh, solution):
@@ -225,6 +225,9 @@ def sent(problem: Problem, mesh: Mesh, prices: Prices, solution: Solution) -> fl
                 local *= size
             elif move.kind in ("slice", "reduce_scatter"):
                 local /= size
+    for op in problem.ops:
+        candidate = candidate_of(op, problem, mesh, solution.choices[op.name])
+        total += op.times * pricer.sent_inside(op, candidate)
     return total
 
 

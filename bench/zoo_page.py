@@ -6,6 +6,7 @@ Out: Markdown, docs/zoo.md.
 
 from __future__ import annotations
 
+import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -67,12 +68,13 @@ def _summary(cells: Cells, types: Sequence[ZooType]) -> Iterator[str]:
 
 
 def _cost(run: Run, types: Sequence[ZooType]) -> str:
-    if not run.seconds:
-        return f"{len(types)} types."
-    return (
-        f"{len(types)} types; the run took {run.seconds / 60:.0f} minutes in {run.jobs} "
-        f"worker process{'es' if run.jobs > 1 else ''} and at most {run.peak_bytes / 1e9:.1f} GB of memory."
+    seconds = sum(cell["seconds"] for row in run.cells.values() for cell in row.values())
+    memory = (
+        f" The worker processes took at most {run.peak_bytes / 1e9:.1f} GB of memory."
+        if run.peak_bytes
+        else ""
     )
+    return f"{len(types)} types; all steps together took {seconds / 60:.0f} minutes of CPU time.{memory}"
 
 
 def _table(cells: Cells, types: Sequence[ZooType]) -> Iterator[str]:
@@ -99,11 +101,16 @@ def _failures(cells: Cells, types: Sequence[ZooType]) -> Iterator[str]:
     for (step, reason, where), models in sorted(
         found.items(), key=lambda item: (_column(item[0][0]), item[0])
     ):
-        place = f" (`{where}`)" if where else ""
-        yield f"- **{step}** {', '.join(models)}: {reason}{place}"
+        place = f" (`{_short(where)}`)" if where else ""
+        yield f"- **{step}** {', '.join(models)}: {_short(reason)}{place}"
     missing = sorted(known - set(cells))
     if missing:
         yield f"- **not run**: {', '.join(missing)}"
+
+
+def _short(text: str) -> str:
+    """Paths from the package on, wherever this machine has them."""
+    return re.sub(r"\S*/(?:site-packages/|(?=(?:autopar|bench|passes|runtime)/))", "", text)
 
 
 def _column(step: str) -> int:

@@ -21,10 +21,12 @@ from functools import lru_cache
 from autopar.errors import ConstraintError
 from autopar.mesh import Mesh
 from autopar.problem import Choice, Op, Problem
+from autopar.rules.attention import ROWS_AND_KEYS
 from autopar.rules.rule import PAIR, SUMS, Dims, Rule, Sharded, pair_choice, sums_choice
 from autopar.sharding import Sharding, Use
 
 DATA_AXES = ("dp", "fsdp")
+RING = pair_choice(ROWS_AND_KEYS)
 EXPERT_AXIS, CONTEXT_AXIS, TENSOR_AXIS = "ep", "cp", "tp"
 # Over these the gradients of state are added up by the parameter store, once per step.
 TOKEN_AXES = (*DATA_AXES, EXPERT_AXIS, CONTEXT_AXIS)
@@ -147,6 +149,8 @@ def _choices(op: Op, mesh: Mesh) -> Iterator[tuple[tuple[str, str | None], ...]]
         tensor += [*allowed, *pairs, *joint, *(sums_choice(group) for group in range(len(rule.sums)))]
     for taken in chosen:
         for factor in tensor:
+            if factor == RING and RING in taken.values():
+                continue  # a ring goes around one axis
             choice = taken | {TENSOR_AXIS: factor} if TENSOR_AXIS in axes else taken
             if factor is None or factor.startswith(SUMS) or _divides(rule, choice, mesh):
                 yield tuple((axis, choice[axis]) for axis in axes)

@@ -17,10 +17,9 @@ from autopar.cost.prices import Prices
 from autopar.cost.ring import moves, ring_s
 from autopar.errors import ShardingError
 from autopar.mesh import Mesh
-from autopar.passes.candidates import TOKEN_AXES, Candidate, active_axes, of_choice, whole_candidate
+from autopar.passes.candidates import RING, TOKEN_AXES, Candidate, active_axes, of_choice, whole_candidate
 from autopar.problem import Choice, Op, Problem, Value
-from autopar.rules.attention import ROWS_AND_KEYS, WINDOW, row_excess, visible_share
-from autopar.rules.rule import PAIR
+from autopar.rules.attention import WINDOW, row_excess, visible_share
 from autopar.sharding import Sharding, Step, Use, reshard_steps
 
 FORWARD, BACKWARD = "forward compute", "backward compute"
@@ -82,22 +81,41 @@ class Pricer:
         if is_experts(op):
             forward, backward = self._experts_s(op, candidate)
             return found[0] + forward, found[1] + (backward if any(work.backward) else 0.0)
-        if work.kind == "attention" and PAIR.join(ROWS_AND_KEYS) in candidate.by_factor:
-            forward, backward = self._ring_s(op, candidate, operands)
+        if RING in candidate.by_factor:
+            forward, backward = self._ring_s(op, candidate)
             return found[0] + forward, found[1] + (backward if any(work.backward) else 0.0)
         return found
 
-    def _ring_s(self, op: Op, candidate: Candidate, operands: tuple[float, ...]) -> tuple[float, float]:
-        """(forward, backward) seconds of what attention sends around its ring."""
+    def sent_inside(self, op: Op, candidate: Candidate) -> float:
+        """Bytes one rank sends inside of an op, forward and backward: slots to their experts, keys around a ring."""
+        if is_experts(op):
+            within = inside(op, candidate.by_factor, self.sizes)
+            item = self.prices.item_bytes[self.problem.values[op.operands[0]].info.dtype]
+            each = 2 * item * sum(within.sent_elements)
+            return sum(each * (self.sizes[axis] - 1) / self.sizes[axis] for axis in within.pairs)
+        if RING in candidate.by_factor:
+            _, held, gradients, count = self._ring(op, candidate)
+            return 2 * count * held + (count + 1) * gradients
+        return 0.0
+
+    def _ring(self, op: Op, candidate: Candidate) -> tuple[str, float, float, int]:
+        """The axis of a ring, the bytes of keys and values on one rank, those of their gradients, and how often keys
+        move."""
         assert op.rule is not None
-        (axis,) = candidate.by_factor[PAIR.join(ROWS_AND_KEYS)]
+        (axis,) = candidate.by_factor[RING]
         keys = self.problem.values[op.operands[1]]
         exact = max(4, self.prices.item_bytes[keys.info.dtype]) / self.prices.item_bytes[keys.info.dtype]
-        held = operands[1] + operands[2]
-        count = moves(self.sizes[axis], visible_share(op.rule), windowed=op.rule.lowering == WINDOW)
-        return ring_s(
-            self.prices.cluster, self.sizes[axis], self.mesh.stride(axis), held, exact * held, count
+        held = sum(
+            self.bytes[name] / self.ways(use.sharding)
+            for name, use in zip(op.operands[1:3], candidate.uses[1:3], strict=True)
         )
+        count = moves(self.sizes[axis], visible_share(op.rule), windowed=op.rule.lowering == WINDOW)
+        return axis, held, exact * held, count
+
+    def _ring_s(self, op: Op, candidate: Candidate) -> tuple[float, float]:
+        """(forward, backward) seconds of what attention sends around its ring."""
+        axis, held, gradients, count = self._ring(op, candidate)
+        return ring_s(self.prices.cluster, self.sizes[axis], self.mesh.stride(axis), held, gradients, count)
 
     def _experts_s(self, op: Op, candidate: Candidate) -> tuple[float, float]:
         """(forward, backward) seconds of what experts do beside their products: rows put in order and what is between
