@@ -436,6 +436,10 @@ def page(rows: Sequence[HandRow]) -> str:
     if missing:
         lines += ["", "Not compared:", ""]
         lines += [f"- {row.model}: {row.error}" for row in missing]
+    compared = {row.model for row in rows}
+    left = [name for name in hand_planned() if name not in compared]
+    if left:
+        lines += ["", f"Not run ({len(left)} types): {', '.join(left)}."]
     return "\n".join(lines) + "\n"
 
 
@@ -449,11 +453,12 @@ def summary(rows: Sequence[HandRow]) -> str:
             for name in ("step_s", "sent_bytes", "memory_bytes")]  # fmt: skip
     used = sum(sum(row.cpu_s.values()) for row in able) / len(able)
     children = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 2**20
+    memory = f", {children:.1f} GiB at most" if children > 0.1 else ""  # of rows made here, not of those read
     return (
         f"{len(able)} of {len(rows)} compared, {len(rows) - len(able)} without; ours worse: {sum(row.worse for row in able)}; "
         f"faster by 1 % or more: {sum(ratio > 1.01 for ratio in ratios)}; geometric mean {mean:.2f}x, most {max(ratios):.2f}x; "
         f"ours takes more seconds in {more[0]}, sends more in {more[1]}, holds more in {more[2]}; "
-        f"{used:.1f} CPU s a model, {children:.1f} GiB at most"
+        f"{used:.1f} CPU s a model{memory}"
     )
 
 

@@ -8,5 +8,7 @@ propagate   Problem, constraints -> Problem                passes/propagate.py
 search      Problem, Cluster -> Plan                       passes/search.py (calls placement)
 restore     Plan, Problem -> Solution                      passes/restore.py
 limits      Program, Problem -> ranges of ids in inputs    passes/limits.py
-lower       Program, Problem, Solution -> RankProgram      passes/lower.py
+lower       Program, Problem, Solution -> RankProgram      passes/lower.py (lowerings: of ops that need more than pieces)
+check       RankProgram -> ShardingError, or nothing       passes/check.py
+stages      RankProgram -> pipeline stages                 passes/stages.py
 """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -94,16 +95,17 @@ def test_lengths_compute_for_real_and_meet_the_graph_as_constants() -> None:
 
 
 @pytest.mark.parametrize("kind", ["llava", "qwen3_vl", "voxtral", "mistral3"])
-@pytest.mark.parametrize("change", [-1, 1])
-def test_a_batch_with_another_number_of_image_tokens_is_refused(kind: str, change: int) -> None:
+def test_a_batch_with_another_number_of_image_tokens_is_refused(kind: str) -> None:
     model, inputs = multimodal(kind)
-    ids = inputs["input_ids"].clone()
-    marked = int((ids == IMAGE).sum())
-    ids[1, 2 if change < 0 else 1] = 20 if change < 0 else IMAGE
-    with pytest.raises(
-        TrainingError, match=rf"{marked + change} tokens of input_ids (.|\n)*makes {marked} feat"
-    ):
-        step_once(model, inputs, {**inputs, "input_ids": ids})
+    marked = int((inputs["input_ids"] == IMAGE).sum())
+    step = stepper(model, inputs)
+    for change in (-1, 1):
+        ids = inputs["input_ids"].clone()
+        ids[1, 2 if change < 0 else 1] = 20 if change < 0 else IMAGE
+        with pytest.raises(
+            TrainingError, match=rf"{marked + change} tokens of input_ids (.|\n)*makes {marked} feat"
+        ):
+            step({**inputs, "input_ids": ids})
 
 
 class Filled(nn.Module):
@@ -128,12 +130,13 @@ def test_rows_may_be_left_over_where_nothing_is_asserted() -> None:
 
 
 def step_once(model: nn.Module, planned: dict[str, Any], batch: dict[str, Any]) -> float:
+    return stepper(model, planned)(batch)
+
+
+def stepper(model: nn.Module, planned: dict[str, Any]) -> Callable[[dict[str, Any]], float]:
+    """What makes a first step on a batch, of the model compiled for another one."""
     from autopar.api import compile as compile_model
     from autopar.runtime.simulate import simulate
 
     compiled = compile_model(model, "cpu:1", example_inputs=planned)
-
-    def step(rank: int) -> float:
-        return compiled.on_rank().start().train_step(batch).loss
-
-    return simulate(1, step)[0]
+    return lambda batch: simulate(1, lambda _: compiled.on_rank().start().train_step(batch).loss)[0]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import math
 import sys
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -54,50 +56,56 @@ def remember_captures() -> None:
     api.capture = cached
 
 
-def compare(kind: str, mesh: str, variant: str) -> dict[str, float]:
-    """Errors of one case: the loss relative, the worst gradient relative to its norm, the global norm relative."""
-    model, batch = tiny(kind)
-    reference = model(**batch).loss
-    reference.backward()
-    expected = {name: parameter.grad for name, parameter in model.named_parameters()}
-    largest = max(float(gradient.norm()) for gradient in expected.values() if gradient is not None)
-    options = (
-        {"recompute": "full"}
-        if variant == "recompute"
-        else {"micro_batches": 2}
-        if variant == "micro"
-        else {}
-    )
-    devices = 1
-    for part in mesh.split(","):
-        devices *= int(part.split("=")[1])
-    plan = shared_plan(
-        model, f"cpu:{devices}", example_inputs=batch, mesh=mesh, fix=fixes(kind, variant), **options
-    )
-    run = api.compile(model, plan=plan, example_inputs=batch, compiled=variant == "compile").start(
-        timeout_s=120
-    )
-    loss = run.trainer.gradients(batch)
-    worst, which = 0.0, ""
-    for name, gradient in expected.items():
-        if name not in run.parameter_names:
-            assert gradient is None, f"{name} has a gradient and is not in the program"
-            continue
-        found = run.whole_gradient(name)
-        # A gradient that is zero but for rounding (of a key's bias: softmax does not see it) has no relative error of
-        # its own; measure it against the largest.
-        scale = max(float(gradient.norm()), 1e-4 * largest) if gradient is not None else largest
-        error = float((found - (0.0 if gradient is None else gradient)).norm()) / scale
-        if not error <= worst:
-            worst, which = error, name
-    norm = float(run.trainer.model.store.gradient_norm())
-    expected_norm = float(torch.stack([g.norm() for g in expected.values() if g is not None]).norm())
-    return {
-        "loss": abs(loss / float(reference.detach()) - 1),
-        "gradient": worst,
-        "norm": abs(norm / expected_norm - 1),
-        "which": which,  # type: ignore[dict-item]
-    }
+class Case:
+    """A tiny model, its unsharded loss and gradients, and the plan of one case; `plan` is how plans are made."""
+
+    def __init__(self, kind: str, mesh: str, variant: str, plan: Callable[..., Plan]) -> None:
+        model, self.batch = tiny(kind)
+        reference = model(**self.batch).loss
+        reference.backward()
+        self.loss = float(reference.detach())
+        self.expected = {name: parameter.grad for name, parameter in model.named_parameters()}
+        options: dict[str, dict[str, Any]] = {
+            "recompute": {"recompute": "full"},
+            "micro": {"micro_batches": 2},
+        }
+        self.devices = math.prod(int(part.split("=")[1]) for part in mesh.split(","))
+        made = plan(
+            model,
+            f"cpu:{self.devices}",
+            example_inputs=self.batch,
+            mesh=mesh,
+            fix=fixes(kind, variant),
+            **options.get(variant, {}),
+        )
+        self.run = api.compile(model, plan=made, example_inputs=self.batch, compiled=variant == "compile")
+
+    def errors(self, run: api.Compiled) -> dict[str, float]:
+        """On a rank: errors of the loss relative, the worst gradient relative to its norm, the norm relative."""
+        run.start(timeout_s=120)
+        loss = run.trainer.gradients(self.batch)
+        gradients = [gradient for gradient in self.expected.values() if gradient is not None]
+        largest = max(float(gradient.norm()) for gradient in gradients)
+        worst, which = 0.0, ""
+        for name, gradient in self.expected.items():
+            if name not in run.parameter_names:
+                assert gradient is None, f"{name} has a gradient and is not in the program"
+                continue
+            found = run.whole_gradient(name)
+            # A gradient that is zero but for rounding (of a key's bias: softmax does not see it) has no relative error
+            # of its own; measure it against the largest.
+            scale = max(float(gradient.norm()), 1e-4 * largest) if gradient is not None else largest
+            error = float((found - (0.0 if gradient is None else gradient)).norm()) / scale
+            if not error <= worst:
+                worst, which = error, name
+        norm = float(run.trainer.model.store.gradient_norm())
+        expected_norm = float(torch.stack([gradient.norm() for gradient in gradients]).norm())
+        return {
+            "loss": abs(loss / self.loss - 1),
+            "gradient": worst,
+            "norm": abs(norm / expected_norm - 1),
+            "which": which,  # type: ignore[dict-item]
+        }
 
 
 if __name__ == "__main__":
@@ -107,7 +115,8 @@ if __name__ == "__main__":
     results = {}
     for case in sys.argv[1:]:
         kind, mesh, variant = case.split("/")
-        results[case] = compare(kind, mesh, variant)
+        made = Case(kind, mesh, variant, shared_plan)
+        results[case] = made.errors(made.run)
         print(case, results[case], flush=True)
     write_result(results)
     wait_for_all()

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 
+from autopar import api
+from autopar.runtime.simulate import simulate
+from tests.runtime.equality_worker import Case, remember_captures
 from tests.runtime.processes import run_on
 from tests.tiny import MODELS
 
@@ -36,24 +41,59 @@ FOUR_CASES = [
 ]
 
 
+# On gloo processes; all others, which differ in nothing but what carries the tensors, on simulated ranks.
+TWO_PROCESSES = [
+    "llama/dp=2/planned",
+    "gpt2/fsdp=2/planned",
+    "bert/tp=2/planned",
+    "qwen3/tp=2/megatron",
+    "t5/tp=2/sequence",
+    "vit/tp=2/megatron",
+    "convnet/dp=2/planned",
+    "t5/fsdp=2/micro",
+    "llama/tp=2/recompute",
+]
+FOUR_PROCESSES = [
+    "llama/dp=2,tp=2/megatron",
+    "gpt2/fsdp=2,tp=2/planned",
+    "bert/dp=2,fsdp=2/planned",
+]
+
+
 @pytest.fixture(scope="module")
 def on_two() -> dict[str, dict[str, float]]:
-    return run_on(2, "equality_worker.py", *TWO_CASES)[0]
+    return run_on(2, "equality_worker.py", *TWO_PROCESSES)[0]
 
 
 @pytest.fixture(scope="module")
 def on_four() -> dict[str, dict[str, float]]:
-    return run_on(4, "equality_worker.py", *FOUR_CASES, timeout=280)[0]
+    return run_on(4, "equality_worker.py", *FOUR_PROCESSES, timeout=280)[0]
 
 
-@pytest.mark.parametrize("case", TWO_CASES)
+@pytest.fixture(scope="module")
+def captured_once() -> Iterator[None]:
+    capture = api.capture
+    remember_captures()
+    yield
+    api.capture = capture
+
+
+@pytest.mark.parametrize("case", TWO_PROCESSES)
 def test_two_processes_equal_one(on_two: dict[str, dict[str, float]], case: str) -> None:
     check(on_two[case])
 
 
-@pytest.mark.parametrize("case", FOUR_CASES)
+@pytest.mark.parametrize("case", FOUR_PROCESSES)
 def test_four_processes_equal_one(on_four: dict[str, dict[str, float]], case: str) -> None:
     check(on_four[case])
+
+
+@pytest.mark.usefixtures("captured_once")
+@pytest.mark.parametrize("case", [*TWO_CASES, *FOUR_CASES])
+def test_simulated_ranks_equal_one(case: str) -> None:
+    made = Case(*case.split("/"), api.plan)
+    for errors in simulate(made.devices, lambda _: made.errors(made.run.on_rank())):
+        check(errors)
 
 
 def check(errors: dict[str, float]) -> None:
