@@ -94,7 +94,10 @@ def test_lengths_compute_for_real_and_meet_the_graph_as_constants() -> None:
     assert list(program.fixed) == ["lengths"]
 
 
-@pytest.mark.parametrize("kind", ["llava", "qwen3_vl", "voxtral", "mistral3"])
+@pytest.mark.parametrize(
+    "kind",
+    ["llava", "qwen3_vl", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("voxtral", "mistral3"))],
+)
 def test_a_batch_with_another_number_of_image_tokens_is_refused(kind: str) -> None:
     model, inputs = multimodal(kind)
     marked = int((inputs["input_ids"] == IMAGE).sum())

@@ -143,6 +143,7 @@ def test_data_decides_nothing() -> None:
         captured(Positive)
 
 
+@pytest.mark.slow  # a whole idefics3
 def test_padding_images_are_dropped_as_in_the_example() -> None:
     from bench.zoo_models import zoo_model
 

@@ -166,9 +166,9 @@ CASES = [
     ("llama", 1, 2, (1, 1, 1)),
     ("gpt2", 1, 2, (2, 1)),  # tied embeddings
     ("gpt2", 2, 1, (1, 1, 1)),
-    ("t5", 1, 1, (3, 3)),
+    pytest.param("t5", 1, 1, (3, 3), marks=pytest.mark.slow),
     ("t5", 1, 2, (2, 2, 2)),  # cuts inside the encoder and the decoder
-    ("t5", 2, 2, (4, 2)),
+    pytest.param("t5", 2, 2, (4, 2), marks=pytest.mark.slow),
     ("vit", 2, 2, (1, 2)),
     ("bert", 1, 2, (2, 1)),
     ("towers", 1, 1, (3, 3, 2)),
@@ -210,6 +210,7 @@ def compare(kind: str, tp: int, micro_batches: int, layers: tuple[int, ...], fsd
     }
 
 
+@pytest.mark.slow  # captures on four processes
 def test_processes_agree_with_simulated_ranks() -> None:
     program = lowered("gpt2", 2, 2)
     model, batch = a_model("gpt2")

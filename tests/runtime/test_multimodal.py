@@ -17,6 +17,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow  # half a minute each; the zoo runs these families too
 @pytest.mark.parametrize(("kind", "mesh", "fix"), CASES)
 def test_sharded_equals_unsharded(kind: str, mesh: str, fix: tuple[str, ...]) -> None:
     model, inputs = multimodal(kind)
