@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from autopar.errors import AutoparError
     from autopar.mesh import Mesh
     from autopar.plans import Plan
+    from autopar.profiling import profile
     from autopar.rules import check_rule, register_rule
     from autopar.sharding import Sharding
 
@@ -31,6 +32,7 @@ _PLACES = {
     "load_cluster": "cluster",
     "load_plan": "api",
     "plan": "api",
+    "profile": "profiling",
     "register_rule": "rules",
 }
 
@@ -48,6 +50,7 @@ __all__ = [
     "load_cluster",
     "load_plan",
     "plan",
+    "profile",
     "register_rule",
 ]
 

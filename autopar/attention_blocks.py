@@ -6,7 +6,8 @@ Out: the result [b, h, q, dv], differentiable in all tensors.
 The rows and the keys may be pieces: `row_groups` names the process groups whose ranks hold consecutive pieces of the
 rows (outermost first), `ring_group` the one whose ranks hold consecutive pieces of the keys. Keys, values and their
 gradients then travel around that ring while each rank works on its own rows (Liu, Zaharia and Abbeel 2023, "Ring
-Attention with Blockwise Transformers").
+Attention with Blockwise Transformers"). With `zigzag` pieces are exchanged first, so that causality leaves every rank as
+much to do (`autopar.attention_ring`).
 
 Scores are taken tile by tile with a running maximum and sum (Milakov and Gimelshein 2018, "Online normalizer
 calculation for softmax"), and taken again for the gradient (Dao et al. 2022, "FlashAttention", algorithms 1 and 4):
@@ -22,17 +23,52 @@ and whom a rank sends to depend on the rank.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple, TypedDict
 
 import torch
 from torch import Tensor
 
-from autopar.torch_private import c10d_functional as c10d
-from autopar.torch_private import group_place
+from autopar.attention_ring import Places, Ring, Segment, unzigzag, zigzag
 
 TILE = 1024  # rows and keys of a tile
+
+
+class Flags(TypedDict, total=False):
+    """What a row looks at, as the keywords of attention; each may be left out. See `autopar.functional.attention`."""
+
+    causal: bool
+    window: int | None
+    scale: float | None
+    softcap: float | None
+
+
+class Options(NamedTuple):
+    """All that is not a tensor, in the order of the ops' schemas below. `scale` is that of the head's width by default."""
+
+    causal: bool = False
+    window: int | None = None
+    scale: float | None = None
+    softcap: float | None = None
+    row_groups: tuple[str, ...] | list[str] = ()
+    ring_group: str = ""
+    key_mask: bool = False
+    zigzag: bool = False
+
+    @property
+    def places(self) -> Places:
+        return Places.of(list(self.row_groups), self.ring_group, self.zigzag)
+
+    @property
+    def factor(self) -> float:
+        """What scores are multiplied by."""
+        assert self.scale is not None
+        return self.scale
+
+
+_OPTIONS = "bool causal, int? window, float? scale, float? softcap, str[] row_groups, str ring_group, bool key_mask, bool zigzag"
+_TENSORS = "Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor? sinks"
 
 
 def blockwise_attention(
@@ -41,81 +77,69 @@ def blockwise_attention(
     value: Tensor,
     mask: Tensor | None = None,
     sinks: Tensor | None = None,
-    *,
-    causal: bool = False,
-    window: int | None = None,
-    scale: float | None = None,
-    softcap: float | None = None,
-    row_groups: list[str] | None = None,
-    ring_group: str | None = None,
-    key_mask: bool = False,
+    options: Options = Options(),  # noqa: B008
 ) -> Tensor:
     """The meaning of the arguments is that of `autopar.functional.attention`.
 
     `mask` is broadcastable to [b, h, q, all keys]. With a ring, one that says the same to all rows is split with the
-    keys, [b or 1, h or 1, 1, k], if `key_mask`. `sinks`: [h], or broadcastable to [b, h, q, 1].
+    keys, [b or 1, h or 1, 1, k], if `key_mask`. `sinks`: [h], or broadcastable to [b, h, q, 1]. `zigzag` needs a ring,
+    and pieces of rows and of keys of even length.
     """
     if sinks is not None and sinks.dim() == 1:
         sinks = sinks.reshape(1, -1, 1, 1)
     if mask is not None and mask.dim() < 4:
         mask = mask[(None,) * (4 - mask.dim())]
-    width = query.shape[-1] ** -0.5 if scale is None else scale
-    result: Tensor = _forward(
-        query,
-        key,
-        value,
-        mask,
-        sinks,
-        causal,
-        window,
-        width,
-        softcap,
-        row_groups or [],
-        ring_group or "",
-        key_mask,
-    )[0]
-    return result
+    if options.scale is None:
+        options = options._replace(scale=query.shape[-1] ** -0.5)
+    ring = options.ring_group
+    if not options.zigzag:
+        result: Tensor = torch.ops.autopar.attention_blocks(query, key, value, mask, sinks, *options)[0]
+        return result
+    query, key, value = (zigzag(tensor, 2, ring) for tensor in (query, key, value))
+    if mask is not None and mask.shape[2] > 1:
+        mask = zigzag(mask, 2, ring)
+    elif mask is not None and options.key_mask and mask.shape[3] > 1:
+        mask = zigzag(mask, 3, ring)
+    if sinks is not None and sinks.shape[2] > 1:
+        sinks = zigzag(sinks, 2, ring)
+    return unzigzag(torch.ops.autopar.attention_blocks(query, key, value, mask, sinks, *options)[0], 2, ring)
 
 
 # ---- one tile ----------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Flags:
-    causal: bool
-    window: int | None
-    scale: float
-    softcap: float | None
+def _sees_nothing(options: Options, row: int, rows: int, column: int, columns: int) -> bool:
+    """Whether no row of a tile, from position `row` on, may look at any of its keys."""
+    if options.causal and column > row + rows - 1:
+        return True
+    if options.window is None:
+        return False
+    behind = row - (column + columns - 1)  # the least distance, of the first row to the last key
+    ahead = column - (row + rows - 1)
+    return behind >= options.window or (not options.causal and ahead >= options.window)
 
-    def sees_nothing(self, row: int, rows: int, column: int, columns: int) -> bool:
-        """Whether no row of a tile, from position `row` on, may look at any of its keys."""
-        if self.causal and column > row + rows - 1:
-            return True
-        if self.window is None:
-            return False
-        behind = row - (column + columns - 1)  # the least distance, of the first row to the last key
-        ahead = column - (row + rows - 1)
-        return behind >= self.window or (not self.causal and ahead >= self.window)
 
-    def allowed(self, row: int, rows: int, column: int, columns: int, device: torch.device) -> Tensor | None:
-        """[rows, columns]: which keys each row may look at; None for all of them."""
-        after = row - (column + columns - 1)  # the least and the most by which a row is after a key
-        most = row + rows - 1 - column
-        cut = self.causal and after < 0
-        if self.window is not None:
-            cut = cut or most >= self.window or (not self.causal and -after >= self.window)
-        if not cut:
-            return None
-        distance = (
-            torch.arange(row, row + rows, device=device)[:, None]
-            - torch.arange(column, column + columns, device=device)[None, :]
-        )
-        allowed = distance >= 0 if self.causal else torch.ones_like(distance, dtype=torch.bool)
-        if self.window is not None:
-            allowed = allowed & (distance < self.window)
-            if not self.causal:
-                allowed = allowed & (-distance < self.window)
-        return allowed
+def _allowed(
+    options: Options, row: int, rows: int, column: int, columns: int, device: torch.device
+) -> Tensor | None:
+    """[rows, columns]: which keys each row may look at; None for all of them."""
+    after = row - (column + columns - 1)  # the least and the most by which a row is after a key
+    most = row + rows - 1 - column
+    cut = options.causal and after < 0
+    if options.window is not None:
+        cut = cut or most >= options.window or (not options.causal and -after >= options.window)
+    if not cut:
+        return None
+    distance = (
+        torch.arange(row, row + rows, device=device)[:, None]
+        - torch.arange(column, column + columns, device=device)[None, :]
+    )
+    allowed = distance >= 0 if options.causal else torch.ones_like(distance, dtype=torch.bool)
+    if options.window is not None:
+        allowed = allowed & (distance < options.window)
+        if not options.causal:
+            allowed = allowed & (-distance < options.window)
+    return allowed
 
 
 def _exact(dtype: torch.dtype) -> torch.dtype:
@@ -140,14 +164,14 @@ def _gathered(left: Tensor, right: Tensor, kv_heads: int) -> Tensor:
 
 
 def _scores(
-    query: Tensor, key: Tensor, mask: Tensor | None, allowed: Tensor | None, flags: _Flags
+    query: Tensor, key: Tensor, mask: Tensor | None, allowed: Tensor | None, options: Options
 ) -> tuple[Tensor, Tensor | None]:
     """The scores of a tile, minus infinity where a row may not look, and what the softcap's gradient needs."""
-    scores = _times(query, key.transpose(-1, -2)).to(_exact(query.dtype)) * flags.scale
+    scores = _times(query, key.transpose(-1, -2)).to(_exact(query.dtype)) * options.factor
     bent = None
-    if flags.softcap is not None:
-        bent = torch.tanh(scores / flags.softcap)
-        scores = bent * flags.softcap
+    if options.softcap is not None:
+        bent = torch.tanh(scores / options.softcap)
+        scores = bent * options.softcap
     if mask is not None:
         scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
     if allowed is not None:
@@ -158,134 +182,71 @@ def _scores(
 # ---- which tiles -------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Places:
-    """Where this rank's rows begin, and the ring its keys travel on."""
+class _Tile(NamedTuple):
+    """Rows and keys of one tile, as slices of what is here, and from which position on they lie."""
 
+    rows: slice
+    keys: slice
     row: int
-    ring: str
-    rank: int
-    size: int
+    column: int
 
-    @staticmethod
-    def of(query: Tensor, row_groups: list[str], ring_group: str) -> _Places:
-        index = 0
-        for group in row_groups:
-            place, size = group_place(group)
-            index = index * size + place
-        rank, size = group_place(ring_group) if ring_group else (0, 1)
-        return _Places(index * query.shape[-2], ring_group, rank, size)
+    def allowed(self, options: Options, device: torch.device) -> Tensor | None:
+        high, wide = self.rows.stop - self.rows.start, self.keys.stop - self.keys.start
+        return _allowed(options, self.row, high, self.column, wide, device)
 
-    def held(self, step: int) -> int:
-        """The rank whose keys this one has after `step` moves."""
-        return (self.rank - step) % self.size
-
-    def steps(self, flags: _Flags, rows: int, keys: int) -> int:
-        """After how many steps no rank can need more. The same on all ranks: a windowed causal ring ends early."""
-        if not flags.causal or flags.window is None or rows != keys:
-            return self.size
-        return min(self.size, (flags.window - 2 + keys) // keys + 1)
+    def of(self, mask: Tensor | None, all_keys: bool) -> Tensor | None:
+        """This tile of a mask, which may be of size 1 in either dim. `all_keys`: it has those of all ranks."""
+        if mask is None:
+            return None
+        if mask.shape[-2] > 1:
+            mask = mask[..., self.rows, :]
+        if mask.shape[-1] == 1:
+            return mask
+        wide = self.keys.stop - self.keys.start
+        return mask[..., self.column : self.column + wide] if all_keys else mask[..., self.keys]
 
 
-def _tiles(flags: _Flags, row: int, rows: int, column: int, columns: int) -> Iterator[tuple[slice, slice]]:
-    """The tiles with something in them, as slices of the local rows and of the keys at hand."""
-    for top in range(0, rows, TILE):
-        high = min(TILE, rows - top)
-        for left in range(0, columns, TILE):
-            wide = min(TILE, columns - left)
-            if not flags.sees_nothing(row + top, high, column + left, wide):
-                yield slice(top, top + high), slice(left, left + wide)
-
-
-def _tile_of(mask: Tensor | None, rows: slice, columns: slice) -> Tensor | None:
-    """A tile of a mask, which may be of size 1 in either dim."""
-    if mask is None:
-        return None
-    if mask.shape[-2] > 1:
-        mask = mask[..., rows, :]
-    return mask[..., columns] if mask.shape[-1] > 1 else mask
-
-
-class _Ring:
-    """Tensors that travel around the ring together."""
-
-    def __init__(self, places: _Places) -> None:
-        self.places = places
-
-    def send(self, tensors: list[Tensor], by: int = 1) -> tuple[list[Tensor], list[Tensor]]:
-        """Begin to send to the rank `by` further on, and to receive as much."""
-        rank, size = self.places.rank, self.places.size
-        coming = []
-        for tensor in tensors:
-            flat = tensor.contiguous().reshape(-1)
-            out, into = [0] * size, [0] * size
-            out[(rank + by) % size] = into[(rank - by) % size] = flat.numel()
-            coming.append(c10d.all_to_all_single(flat, into, out, self.places.ring))
-        return coming, tensors
-
-    def receive(self, sent: tuple[list[Tensor], list[Tensor]]) -> list[Tensor]:
-        coming, tensors = sent
-        return [
-            c10d.wait_tensor(flat).reshape(tensor.shape) for flat, tensor in zip(coming, tensors, strict=True)
-        ]
-
-
-def _columns_of(mask: Tensor | None, holder: int, keys: int, size: int) -> Tensor | None:
-    """The part of a mask of all keys that belongs to those of one rank of the ring."""
-    if mask is None or size == 1 or mask.shape[-1] == 1:
-        return mask
-    return mask[..., holder * keys : (holder + 1) * keys]
+def _tiles(options: Options, rows: list[Segment], keys: list[Segment]) -> Iterator[_Tile]:
+    """The tiles with something in them."""
+    for (above, row), (before, column) in itertools.product(rows, keys):
+        for top in range(above.start, above.stop, TILE):
+            bottom = min(top + TILE, above.stop)
+            for left in range(before.start, before.stop, TILE):
+                right = min(left + TILE, before.stop)
+                tile = _Tile(
+                    slice(top, bottom),
+                    slice(left, right),
+                    row + top - above.start,
+                    column + left - before.start,
+                )
+                if not _sees_nothing(options, tile.row, bottom - top, tile.column, right - left):
+                    yield tile
 
 
 # ---- forward -----------------------------------------------------------------------------------------------------
 
 
-_FLAGS = (
-    "bool causal, int? window, float scale, float? softcap, str[] row_groups, str ring_group, bool key_mask"
-)
-
-
-@torch.library.custom_op(
-    "autopar::attention_blocks",
-    mutates_args=(),
-    schema=f"(Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor? sinks, {_FLAGS}) -> (Tensor, Tensor)",
-)
 def _forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    sinks: Tensor | None,
-    causal: bool,
-    window: int | None,
-    scale: float,
-    softcap: float | None,
-    row_groups: list[str],
-    ring_group: str,
-    key_mask: bool,
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, sinks: Tensor | None, *given: Any
 ) -> tuple[Tensor, Tensor]:
     """(result, log of the sum of each row's exponentials with its sink [b, h, q])."""
-    flags, places = _Flags(causal, window, scale, softcap), _Places.of(query, row_groups, ring_group)
-    exact, rows, keys = _exact(query.dtype), query.shape[-2], key.shape[-2]
+    options = Options(*given)
+    places, exact = options.places, _exact(query.dtype)
+    rows, keys = query.shape[-2], key.shape[-2]
     total = torch.zeros(*query.shape[:-1], value.shape[-1], dtype=exact, device=query.device)
     sums = torch.zeros(query.shape[:-1], dtype=exact, device=query.device)
     peaks = torch.full_like(sums, -torch.inf)
-    ring, steps = _Ring(places), places.steps(flags, rows, keys)
-    held = [key, value, *([mask] if mask is not None and key_mask else [])]
+    ring, steps = Ring(places), places.steps(options.causal, options.window, rows, keys)
+    travels = mask is not None and options.key_mask
+    held = [key, value, *([mask] if mask is not None and travels else [])]
     for step in range(steps):
         sent = ring.send(held) if step + 1 < steps else None
-        here = held[2] if len(held) > 2 else _columns_of(mask, places.held(step), keys, places.size)
-        column = places.held(step) * keys
-        for at, across in _tiles(flags, places.row, rows, column, keys):
-            allowed = flags.allowed(
-                places.row + at.start,
-                at.stop - at.start,
-                column + across.start,
-                across.stop - across.start,
-                query.device,
-            )
+        here = held[2] if travels else mask
+        for tile in _tiles(options, places.rows(rows), places.keys(places.held(step), keys)):
+            at, across = tile.rows, tile.keys
+            allowed = tile.allowed(options, query.device)
             scores, _ = _scores(
-                query[..., at, :], held[0][..., across, :], _tile_of(here, at, across), allowed, flags
+                query[..., at, :], held[0][..., across, :], tile.of(here, not travels), allowed, options
             )
             peak = torch.maximum(peaks[..., at], scores.amax(-1))
             base = torch.where(peak == -torch.inf, torch.zeros_like(peak), peak)
@@ -306,21 +267,7 @@ def _forward(
     return (total * share.unsqueeze(-1)).to(query.dtype), logs
 
 
-@_forward.register_fake
-def _(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    sinks: Tensor | None,
-    causal: bool,
-    window: int | None,
-    scale: float,
-    softcap: float | None,
-    row_groups: list[str],
-    ring_group: str,
-    key_mask: bool,
-) -> tuple[Tensor, Tensor]:
+def _fake_forward(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return (
         query.new_empty(*query.shape[:-1], value.shape[-1]),
         query.new_empty(query.shape[:-1], dtype=_exact(query.dtype)),
@@ -330,12 +277,6 @@ def _(
 # ---- backward ----------------------------------------------------------------------------------------------------
 
 
-@torch.library.custom_op(
-    "autopar::attention_blocks_backward",
-    mutates_args=(),
-    schema="(Tensor gradient, Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor? sinks, Tensor result, "
-    f"Tensor logs, bool wants_mask, {_FLAGS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-)
 def _backward(
     gradient: Tensor,
     query: Tensor,
@@ -346,17 +287,12 @@ def _backward(
     result: Tensor,
     logs: Tensor,
     wants_mask: bool,
-    causal: bool,
-    window: int | None,
-    scale: float,
-    softcap: float | None,
-    row_groups: list[str],
-    ring_group: str,
-    key_mask: bool,
+    *given: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of query, key, value, mask and sinks; empty tensors for what is not there or not wanted."""
-    flags, places = _Flags(causal, window, scale, softcap), _Places.of(query, row_groups, ring_group)
-    exact, rows, keys = _exact(query.dtype), query.shape[-2], key.shape[-2]
+    options = Options(*given)
+    places, exact = options.places, _exact(query.dtype)
+    rows, keys = query.shape[-2], key.shape[-2]
     incoming = gradient.to(exact)
     shared = (incoming * result.to(exact)).sum(-1)
     base = torch.where(logs == -torch.inf, torch.zeros_like(logs), logs)
@@ -364,36 +300,29 @@ def _backward(
     of_key = torch.zeros(key.shape, dtype=exact, device=key.device)
     of_value = torch.zeros(value.shape, dtype=exact, device=value.device)
     of_mask = torch.zeros(mask.shape if mask is not None and wants_mask else (0,), dtype=exact, device=query.device)  # fmt: skip
-    ring, steps = _Ring(places), places.steps(flags, rows, keys)
-    travels = mask is not None and key_mask
-    held = [key, value, *([mask] if mask is not None and key_mask else [])]
+    ring, steps = Ring(places), places.steps(options.causal, options.window, rows, keys)
+    travels = mask is not None and options.key_mask
+    held = [key, value, *([mask] if mask is not None and travels else [])]
     back = [of_key, of_value, *([of_mask] if travels and wants_mask else [])]
     for step in range(steps):
         sent = ring.send(held) if step + 1 < steps else None
-        holder = places.held(step)
-        here = held[2] if travels else _columns_of(mask, holder, keys, places.size)
-        mine = back[2] if len(back) > 2 else _columns_of(of_mask, holder, keys, places.size) if wants_mask else None  # fmt: skip
-        for at, across in _tiles(flags, places.row, rows, holder * keys, keys):
-            allowed = flags.allowed(
-                places.row + at.start,
-                at.stop - at.start,
-                holder * keys + across.start,
-                across.stop - across.start,
-                query.device,
-            )
+        here = held[2] if travels else mask
+        mine = back[2] if len(back) > 2 else of_mask if wants_mask else None
+        for tile in _tiles(options, places.rows(rows), places.keys(places.held(step), keys)):
+            at, across = tile.rows, tile.keys
             rows_here, keys_here = query[..., at, :], held[0][..., across, :]
-            scores, bent = _scores(rows_here, keys_here, _tile_of(here, at, across), allowed, flags)
+            allowed = tile.allowed(options, query.device)
+            scores, bent = _scores(rows_here, keys_here, tile.of(here, not travels), allowed, options)
             weights = torch.exp(scores - base[..., at].unsqueeze(-1))
             back[1][..., across, :] += _gathered(weights, incoming[..., at, :], key.shape[1])
             slope = _times(incoming[..., at, :], held[1][..., across, :].to(exact).transpose(-1, -2))
             slope = weights * (slope - shared[..., at].unsqueeze(-1))
-            if mine is not None:
-                tile = _tile_of(mine, at, across)
-                assert tile is not None
-                tile += slope.sum_to_size(tile.shape)
+            part = tile.of(mine, not travels)
+            if part is not None:
+                part += slope.sum_to_size(part.shape)
             if bent is not None:
                 slope = slope * (1 - bent * bent)
-            slope = slope * flags.scale
+            slope = slope * options.factor
             of_query[..., at, :] += _times(slope, keys_here.to(exact))
             back[0][..., across, :] += _gathered(slope, rows_here.to(exact), key.shape[1])
         if sent is not None:
@@ -416,25 +345,9 @@ def _backward(
     )
 
 
-@_backward.register_fake
-def _(
-    gradient: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    sinks: Tensor | None,
-    result: Tensor,
-    logs: Tensor,
-    wants_mask: bool,
-    causal: bool,
-    window: int | None,
-    scale: float,
-    softcap: float | None,
-    row_groups: list[str],
-    ring_group: str,
-    key_mask: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _fake_backward(gradient: Tensor, *given: Any) -> tuple[Tensor, ...]:
+    query, key, value, mask, sinks, _, _, wants_mask = given[:8]
+
     def like(tensor: Tensor | None, there: bool = True) -> Tensor:
         if tensor is None or not there:
             dtype = _exact(query.dtype) if tensor is None else tensor.dtype
@@ -444,22 +357,38 @@ def _(
     return like(query), like(key), like(value), like(mask, wants_mask), like(sinks)
 
 
+# ---- as ops ------------------------------------------------------------------------------------------------------
+
+
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    query, key, value, mask, sinks, *ctx.flags = inputs
+    tensors, ctx.options = inputs[:5], inputs[5:]
     ctx.mark_non_differentiable(output[1])
-    ctx.save_for_backward(query, key, value, mask, sinks, *output)
+    ctx.save_for_backward(*tensors, *output)
 
 
 def _differentiate(ctx: Any, gradient: Tensor, _: Tensor | None) -> tuple[Any, ...]:
-    query, key, value, mask, sinks, result, logs = ctx.saved_tensors
     wants_mask = bool(ctx.needs_input_grad[3])
-    gradients = _backward(gradient, query, key, value, mask, sinks, result, logs, wants_mask, *ctx.flags)
-    return (
-        *gradients[:3],
-        gradients[3] if wants_mask else None,
-        gradients[4] if sinks is not None else None,
-        *[None] * 7,
+    gradients = torch.ops.autopar.attention_blocks_backward(
+        gradient, *ctx.saved_tensors, wants_mask, *ctx.options
     )
+    wanted = (True, True, True, wants_mask, ctx.saved_tensors[4] is not None)
+    found = [each if there else None for each, there in zip(gradients, wanted, strict=True)]
+    return (*found, *[None] * len(ctx.options))
 
 
-_forward.register_autograd(_differentiate, setup_context=_keep)
+torch.library.custom_op(
+    "autopar::attention_blocks",
+    _forward,
+    mutates_args=(),
+    schema=f"({_TENSORS}, {_OPTIONS}) -> (Tensor, Tensor)",
+)
+torch.library.custom_op(
+    "autopar::attention_blocks_backward",
+    _backward,
+    mutates_args=(),
+    schema=f"(Tensor gradient, {_TENSORS}, Tensor result, Tensor logs, bool wants_mask, {_OPTIONS}) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
+torch.library.register_fake("autopar::attention_blocks", _fake_forward)
+torch.library.register_fake("autopar::attention_blocks_backward", _fake_backward)
+torch.library.register_autograd("autopar::attention_blocks", _differentiate, setup_context=_keep)

@@ -13,10 +13,13 @@ Splits of the batch, and of heads that take their keys' heads along, are the pla
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Unpack
+
 import torch
 from torch import Tensor
 
-from autopar.attention_blocks import blockwise_attention
+from autopar.attention_blocks import Flags, Options, blockwise_attention
 from autopar.functional import attention, restrict, scaled_dot_product
 
 
@@ -27,58 +30,40 @@ def split_attention(
     mask: Tensor | None = None,
     sinks: Tensor | None = None,
     *,
-    causal: bool = False,
-    window: int | None = None,
-    scale: float | None = None,
-    softcap: float | None = None,
-    row_groups: list[str] | None = None,
+    row_groups: Sequence[str] = (),
     row_place: Tensor | None = None,
-    ring_group: str | None = None,
+    ring_group: str = "",
     key_mask: bool = False,
+    zigzag: bool = False,
     head_ways: int = 1,
     head_place: Tensor | None = None,
+    **flags: Unpack[Flags],
 ) -> Tensor:
-    """This rank's piece of `functional.attention`, whose arguments these are.
+    """This rank's piece of `functional.attention`, whose flags are `flags`.
 
     rows     `row_groups`: the process groups that split them, outermost first; `row_place`: this rank's number among
              all pieces. A mask that has rows is split by them and has all keys
     ring     `ring_group`, which is one of `row_groups`. With `key_mask` the mask says the same to all rows, and is split
-             with the keys
+             with the keys. `zigzag`: pieces change hands first, and the result's do afterwards
     heads    split into `head_ways` pieces beyond what keys and values are; `head_place`: the number of this one
     """
     if head_place is not None:
         key = own_heads(query, key, head_ways, head_place)
         value = own_heads(query, value, head_ways, head_place)
-    if ring_group is None and (row_place is None or not (causal or window is not None)):
-        return attention(
-            query, key, value, mask, sinks, causal=causal, window=window, scale=scale, softcap=softcap
+    causal, window = flags.get("causal", False), flags.get("window")
+    if not ring_group and (row_place is None or not (causal or window is not None)):
+        return attention(query, key, value, mask, sinks, **flags)
+    tiled = sinks is not None or flags.get("softcap") is not None or window is not None
+    if row_place is None or ring_group or tiled:
+        options = Options(
+            **flags, row_groups=list(row_groups), ring_group=ring_group, key_mask=key_mask, zigzag=zigzag
         )
-    if (
-        row_place is None
-        or ring_group is not None
-        or sinks is not None
-        or softcap is not None
-        or window is not None
-    ):
-        return blockwise_attention(
-            query,
-            key,
-            value,
-            mask,
-            sinks,
-            causal=causal,
-            window=window,
-            scale=scale,
-            softcap=softcap,
-            row_groups=row_groups,
-            ring_group=ring_group,
-            key_mask=key_mask,
-        )
+        return blockwise_attention(query, key, value, mask, sinks, options)
     length, keys = query.shape[-2], key.shape[-2]
     own = torch.arange(length, device=query.device) + row_place * length
     distance = own[:, None] - torch.arange(keys, device=query.device)[None, :]
     visible = restrict(mask, distance, causal, window, query.dtype)
-    return scaled_dot_product(query, key, value, visible, causal=False, scale=scale)
+    return scaled_dot_product(query, key, value, visible, causal=False, scale=flags.get("scale"))
 
 
 def own_heads(query: Tensor, keys: Tensor, ways: int, place: Tensor) -> Tensor:

@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 from markupsafe import Markup
 
-from autopar.budget import Market
 from autopar.cost.money import Point, count_text, frontier
+from autopar.market import Market
 from autopar.svg import PALETTE, line, log_ticks, picture, rect, tag, text, ticks
 
 _WIDTH, _HEIGHT = 860.0, 520.0

@@ -7,12 +7,13 @@
     autopar budget MODEL --tokens 15e12 --deadline 60d --price h100=2.5
     autopar prepare corpus.jsonl --tokenizer MODEL -o tokens
     autopar train MODEL --cluster cpu:4 --steps 30 --data tokens
+    autopar export run model --format hf
     autopar generate MODEL "The capital of France is" --processes 2
     autopar verify MODEL --cluster cpu:4 --plan plan.json
 
 Standard output is the result (with --json, JSON and nothing else); progress and errors go to standard error. Exit
 codes: 0 done; 2 the request cannot be understood; 3 cluster; 4 model; 5 sharding or constraint; 6 no plan fits;
-7 plan file; 8 training; 9 a sharded step differs from the unsharded one; 1 anything else.
+7 plan file; 8 training; 9 a sharded step differs from the unsharded one; 75 ended by SIGTERM with a checkpoint written; 1 anything else.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from __future__ import annotations
 import os
 import sys
 import warnings
+from typing import NoReturn
 
 import typer
 
@@ -61,7 +63,7 @@ def _hush() -> None:
 
 def main() -> None:
     """Run the command; an AutoparError becomes a message and an exit code, never a traceback."""
-    from autopar.runtime.launch import launched, report_error
+    from autopar.runtime.launch import report_error
 
     _hush()
     rank = int(os.environ.get("RANK", "0"))
@@ -70,7 +72,7 @@ def main() -> None:
     except AutoparError as error:
         if not report_error(error, rank):
             print(f"error: {error}", file=sys.stderr)
-        sys.exit(error.exit_code)
+        _leave_with(error.exit_code)
     except typer.Abort:
         sys.exit(130)
     except KeyboardInterrupt:
@@ -87,8 +89,15 @@ def main() -> None:
         if report_error(error, rank):
             sys.exit(1)
         raise
+    _leave_with(code if isinstance(code, int) else 0)
+
+
+def _leave_with(code: int) -> NoReturn:
+    """End; one rank of several without waiting for its threads, of which one may write a checkpoint with a lost peer."""
+    from autopar.runtime.launch import launched
+
     if launched():
         from autopar.runtime.groups import end_rank
 
-        end_rank(code if isinstance(code, int) else 0)
-    sys.exit(code if isinstance(code, int) else 0)
+        end_rank(code)
+    sys.exit(code)

@@ -68,6 +68,11 @@ TokensOption = Annotated[
         "--tokens", help="tokens of the whole run, such as 15e12: adds days, cost, failures, goodput"
     ),
 ]
+# The parameters of `plan` and `train` that say how to make a plan: a plan that is given replaces them.
+PLANNING = ("cluster", "batch", "seq", "fix", "mesh", "micro_batches", "recompute", "precision")
+TokenizerOption = Annotated[
+    Path | None, typer.Option("--tokenizer", help="a folder with tokenizer.json (default: MODEL's)")
+]
 JsonOption = Annotated[
     bool, typer.Option("--json", help="JSON on standard output, everything else on standard error")
 ]

@@ -214,30 +214,30 @@ def budget(
 
     Exit code 6 where none meets the limits; the page then says what comes nearest.
     """
-    from autopar import api
-    from autopar import budget as offers
+    from autopar import api, market
+    from autopar import budget_asked as asked
 
-    limits = offers.Limits(None if deadline is None else offers.parse_days(deadline), max_cost)
+    limits = asked.Limits(None if deadline is None else asked.parse_days(deadline), max_cost)
     names = [name.strip() for name in clusters.split(",")] if clusters else []
-    offered = offers.offered_clusters(
+    offered = asked.offered_clusters(
         names, devices=device or ([] if names else ["h100"]), max_devices=max_devices
     )
-    prices = offers.parse_prices(price or ())
-    offers.check_prices(prices, offered, currency)
-    offered = [offers.with_prices(cluster, prices, currency) for cluster in offered]
-    decisions, precisions = offers.asked(offered, limits, fix or (), forbid or (), precision)
+    prices = asked.parse_prices(price or ())
+    asked.check_prices(prices, offered, currency)
+    offered = [asked.with_prices(cluster, prices, currency) for cluster in offered]
+    decisions, precisions = asked.asked(offered, limits, fix or (), forbid or (), precision)
     with results(), progress(quiet) as tell:
         workload = api.describe_model(model, batch=batch, seq=seq, precision=precisions[0], progress=tell)
-        market = offers.market_of(
+        found = market.market_of(
             workload, offered, limits, batch=batch, tokens=tokens, decisions=decisions, precisions=precisions,
             refine=not names, progress=tell,
         )  # fmt: skip
-    print(json.dumps(market.data(), indent=1) if as_json else "\n".join(market.lines()))
+    print(json.dumps(found.data(), indent=1) if as_json else "\n".join(found.lines()))
     if output is not None:
         from autopar.budget_picture import frontier_svg
 
-        write_page(output, frontier_svg(market), quiet)
-    if not market.answers:
+        write_page(output, frontier_svg(found), quiet)
+    if not found.answers:
         raise typer.Exit(6)
 
 

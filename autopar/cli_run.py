@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from autopar.cli_options import (
+    PLANNING,
     BatchOption,
     ClusterOption,
     FixOption,
@@ -22,6 +23,7 @@ from autopar.cli_options import (
     QuietOption,
     RecomputeOption,
     SeqOption,
+    TokenizerOption,
     app,
     progress,
     results,
@@ -76,17 +78,55 @@ def train(
             "--data", help="a folder of `autopar prepare`, a text file, or 'pydoc': Python's help texts"
         ),
     ] = "pydoc",
-    tokenizer: Annotated[
-        Path | None, typer.Option("--tokenizer", help="a folder with tokenizer.json (default: MODEL's)")
-    ] = None,
+    tokenizer: TokenizerOption = None,
     seed: Annotated[
         int, typer.Option("--seed", help="of the random weights and of the order of the data")
     ] = 0,
     out: Annotated[Path | None, typer.Option("--out", help="folder for checkpoints")] = None,
     save_every: Annotated[
-        int, typer.Option("--save-every", min=0, help="steps between checkpoints; 0: only the last")
+        int | None,
+        typer.Option(
+            "--save-every",
+            min=0,
+            help="steps between checkpoints; 0: only the last (default: Daly's interval)",
+        ),
+    ] = None,
+    keep: Annotated[int, typer.Option("--keep", min=0, help="how many checkpoints to keep; 0: all")] = 3,
+    async_save: Annotated[
+        bool | None,
+        typer.Option(
+            "--async-save/--sync-save", help="write checkpoints in the background (default: where it pays)"
+        ),
+    ] = None,
+    mtbf_hours: Annotated[
+        float | None,
+        typer.Option(
+            "--mtbf-hours", min=0.001, help="mean hours between failures of the whole run, for the interval"
+        ),
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="go on from the newest whole checkpoint in --out")
+    ] = False,
+    verify: Annotated[
+        bool,
+        typer.Option("--verify/--no-verify", help="with --resume: compare the checksums of all files first"),
+    ] = True,
+    restarts: Annotated[
+        int,
+        typer.Option("--restarts", min=0, help="start ranks that died again, so many times (needs --out)"),
     ] = 0,
-    resume: Annotated[bool, typer.Option("--resume", help="go on from the checkpoint in --out")] = False,
+    export: Annotated[
+        bool,
+        typer.Option("--export/--no-export", help="at the end, a model folder in --out for Transformers"),
+    ] = True,
+    tensorboard: Annotated[
+        Path | None, typer.Option("--tensorboard", help="a folder for TensorBoard")
+    ] = None,
+    metrics_port: Annotated[
+        int | None,
+        typer.Option("--metrics-port", min=1, max=65535, help="Prometheus text on this port of localhost"),
+    ] = None,
+    live: Annotated[bool, typer.Option("--live", help="a live view instead of a line per step")] = False,
     compiled: Annotated[bool, typer.Option("--compile", help="run the blocks through torch.compile")] = False,
     fix: FixOption = None,
     mesh: MeshOption = None,
@@ -104,16 +144,21 @@ def train(
     Under torchrun (any launcher that sets WORLD_SIZE) this process is one rank; else the ranks are started here.
     """
     from autopar import api
-    from autopar.commands import TrainOptions, train_rank
     from autopar.plans import Plan
     from autopar.runtime.checkpoint import check_target
     from autopar.runtime.groups import check_world
-    from autopar.runtime.launch import launch, launched
+    from autopar.runtime.launch import attempt, launch, launched
+    from autopar.training import TrainOptions, check_fresh, train_rank
 
-    if resume and out is None:
-        raise UsageError("--resume needs --out, the folder with the checkpoint")
+    for name, given in (("--resume", resume), ("--restarts", restarts)):
+        if given and out is None:
+            raise UsageError(f"{name} needs --out, the folder with the checkpoints")
+    if live and as_json:
+        raise UsageError("--live and --json both want standard output", hint="one of the two")
     if out is not None:
         check_target(out)
+        if not (resume or launched() or attempt()):
+            check_fresh(out)
     if plan_file is None:
         if launched() and int(os.environ["WORLD_SIZE"]) > 1:
             raise UsageError(
@@ -147,7 +192,10 @@ def train(
                 if not quiet:
                     print(f"plan: {chosen.mesh}, {processes} processes", file=sys.stderr)
             # Each rank gets this very command line, and the plan; with a plan, what it was made from is not asked again.
-            launch([*sys.argv[1:], *([] if plan_file else [f"--plan={file}"])], processes)
+            words = [*sys.argv[1:], *([] if plan_file else [f"--plan={file}"])]
+            code = launch(words, processes, restarts=restarts)
+        if code:
+            raise typer.Exit(code)
         return
     check_world(chosen.parsed_mesh)
     with results() as tell_result:
@@ -161,19 +209,28 @@ def train(
             seed=seed,
             out=out,
             save_every=save_every,
+            keep=keep,
+            async_save=async_save,
+            mtbf_hours=mtbf_hours,
             resume=resume,
+            verify=verify,
+            export=export,
             compiled=compiled,
             timeout_s=timeout,
+            tensorboard=tensorboard,
+            metrics_port=metrics_port,
+            live=live,
             as_json=as_json,
             quiet=quiet,
         )
-        train_rank(model, chosen, options, tell_result)
+        code = train_rank(model, chosen, options, tell_result)
+    if code:
+        raise typer.Exit(code)
 
 
 def _refuse_planning_options(context: typer.Context) -> None:
     """With --plan, an option that says how to make one would silently do nothing."""
-    planning = ("cluster", "batch", "seq", "fix", "mesh", "micro_batches", "recompute", "precision")
-    sources = {name: context.get_parameter_source(name) for name in planning}
+    sources = {name: context.get_parameter_source(name) for name in PLANNING}
     given = [name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"]
     if given:
         raise UsageError(
@@ -191,9 +248,7 @@ def generate(
         int,
         typer.Option("--processes", min=1, help="split the model over this many processes (tensor parallel)"),
     ] = 1,
-    tokenizer: Annotated[
-        Path | None, typer.Option("--tokenizer", help="a folder with tokenizer.json (default: MODEL's)")
-    ] = None,
+    tokenizer: TokenizerOption = None,
     as_json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
@@ -206,6 +261,34 @@ def generate(
         return
     with results() as tell_result:
         generate_rank(model, prompts, max_new_tokens, processes, tokenizer, as_json, tell_result)
+
+
+@app.command()
+def export(
+    checkpoint: Annotated[Path, typer.Argument(help="a checkpoint, or a run's folder", metavar="CHECKPOINT")],
+    out: Annotated[Path, typer.Argument(help="the folder to write", metavar="OUT")],
+    form: Annotated[str, typer.Option("--format", help="hf: a folder that Transformers loads")] = "hf",
+    model: Annotated[
+        str | None, typer.Option("--model", help="what it is of (default: as the checkpoint says)")
+    ] = None,
+    dtype: Annotated[
+        str | None, typer.Option("--dtype", help="float32, bfloat16, float16 (default: as trained)")
+    ] = None,
+    verify: Annotated[
+        bool, typer.Option("--verify/--no-verify", help="compare the checksums of all files first")
+    ] = True,
+    quiet: QuietOption = False,
+) -> None:
+    """Write a checkpoint of `autopar train` as a model folder: whole tensors under Transformers' names."""
+    from autopar.export import export_checkpoint
+
+    if form != "hf":
+        raise UsageError(f"there is no export format {form!r}", hint="--format hf")
+    if dtype not in (None, "float32", "bfloat16", "float16"):
+        raise UsageError(f"--dtype {dtype} is none of the formats", hint="float32, bfloat16 or float16")
+    chosen = export_checkpoint(checkpoint, out, model=model, verify=verify, dtype=dtype)
+    if not quiet:
+        print(f"{chosen} written to {out}", file=sys.stderr)
 
 
 @app.command()

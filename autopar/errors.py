@@ -80,5 +80,13 @@ class TrainingError(AutoparError):
     exit_code = 8
 
 
+class NonFiniteError(TrainingError):
+    """A loss or a gradient norm that is nan or infinite. No parameter has changed: the step can be skipped."""
+
+
 class PeerError(TrainingError):
     """A collective that another rank did not take part in: it died, failed, or was stuck for too long."""
+
+
+class HangError(TrainingError):
+    """A rank that does not come to where the others wait for it, named; or one that waits for its data for too long."""

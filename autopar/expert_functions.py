@@ -13,7 +13,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,32 +21,30 @@ from torch import Tensor
 from autopar.errors import CaptureError
 
 
-def experts(
-    x: Tensor,
-    index: Tensor,
-    weights: Tensor,
-    gate: Tensor | None,
-    up: Tensor,
-    down: Tensor | None,
-    gate_bias: Tensor | None,
-    up_bias: Tensor | None,
-    down_bias: Tensor | None,
-    extras: Sequence[Tensor],
-    inner: str,
-    outer: str,
-) -> Tensor:
-    """x [..., d], index and weights [..., k], gate and up [e, f, d], down [e, o, f], their biases -> [..., o].
+class Experts(NamedTuple):
+    """The experts themselves: gate and up [e, f, d], down [e, o, f], biases [e, f] and [e, o].
 
-    Slots whose index is not among the e experts count nothing. `inner` reads `gate` and `up` ([slots, f] each),
-    `outer` reads `out` ([slots, o]), both `extra0`, ... (small parameters, whole); an empty text changes nothing.
-    Without `down` an expert is the one matrix `up`, and [..., f] comes out.
+    `inner` reads `gate` and `up` ([slots, f] each), `outer` reads `out` ([slots, o]), both `extra0`, ... (small
+    parameters, whole); an empty text changes nothing. Without `down` an expert is the one matrix `up`.
     """
-    slots = slot_outputs(
-        x.reshape(-1, x.shape[-1]),
-        index.reshape(-1),
-        index.shape[-1],
-        gate, up, down, gate_bias, up_bias, down_bias, extras, inner, outer,
-    )  # fmt: skip
+
+    gate: Tensor | None
+    up: Tensor
+    down: Tensor | None
+    gate_bias: Tensor | None
+    up_bias: Tensor | None
+    down_bias: Tensor | None
+    extras: Sequence[Tensor]
+    inner: str
+    outer: str
+
+
+def experts(x: Tensor, index: Tensor, weights: Tensor, *given: Any) -> Tensor:
+    """x [..., d], index and weights [..., k], then the fields of `Experts` -> [..., o], without `down` [..., f].
+
+    Slots whose index is not among the e experts count nothing.
+    """
+    slots = slot_outputs(x.reshape(-1, x.shape[-1]), index.reshape(-1), index.shape[-1], Experts(*given))
     return combine(slots, weights, x.dtype)
 
 
@@ -56,25 +54,12 @@ def combine(slots: Tensor, weights: Tensor, dtype: torch.dtype) -> Tensor:
     return weighted.sum(-2).to(dtype)
 
 
-def slot_outputs(
-    rows: Tensor,
-    index: Tensor,
-    share: int,
-    gate: Tensor | None,
-    up: Tensor,
-    down: Tensor | None,
-    gate_bias: Tensor | None,
-    up_bias: Tensor | None,
-    down_bias: Tensor | None,
-    extras: Sequence[Tensor],
-    inner: str,
-    outer: str,
-) -> Tensor:
+def slot_outputs(rows: Tensor, index: Tensor, share: int, given: Experts) -> Tensor:
     """What the experts make of each slot, not weighted: rows [n, d], index [n * share] -> [n * share, o].
 
     Slot i reads row i // share. Slots are sorted by expert, so each expert is one matrix product.
     """
-    count = up.shape[0]
+    count = given.up.shape[0]
     known = (index >= 0) & (index < count)
     sorted_index, order = torch.sort(torch.where(known, index, count), stable=True)
     ends = torch.searchsorted(
@@ -82,15 +67,15 @@ def slot_outputs(
     )
     at = sorted_index.clamp(max=count - 1)
     read = rows.index_select(0, order // share if share > 1 else order)
-    hidden = {"up": _linear(read, up, ends, up_bias, at)}
-    if gate is not None:
-        hidden["gate"] = _linear(read, gate, ends, gate_bias, at)
-    small = {f"extra{number}": extra for number, extra in enumerate(extras)}
-    result = evaluate(inner, {**hidden, **small}) if inner else hidden["up"]
-    if down is not None:
-        result = _linear(result, down, ends, down_bias, at)
-    if outer:
-        result = evaluate(outer, {"out": result, **small})
+    hidden = {"up": _linear(read, given.up, ends, given.up_bias, at)}
+    if given.gate is not None:
+        hidden["gate"] = _linear(read, given.gate, ends, given.gate_bias, at)
+    small = {f"extra{number}": extra for number, extra in enumerate(given.extras)}
+    result = evaluate(given.inner, {**hidden, **small}) if given.inner else hidden["up"]
+    if given.down is not None:
+        result = _linear(result, given.down, ends, given.down_bias, at)
+    if given.outer:
+        result = evaluate(given.outer, {"out": result, **small})
     result = torch.where((sorted_index < count).unsqueeze(-1), result, 0.0)
     return torch.zeros_like(result).index_put(
         (order,), result
@@ -202,10 +187,10 @@ def _clone_of(*args: Any) -> Tensor:
     return experts(*args).clone()
 
 
-def _fake_experts(
-    x: Tensor, index: Tensor, weights: Tensor, gate: Any, up: Tensor, down: Any, *_: Any
-) -> Tensor:
-    return x.new_empty(*x.shape[:-1], up.shape[1] if down is None else down.shape[1])
+def _fake_experts(x: Tensor, index: Tensor, weights: Tensor, *given: Any) -> Tensor:
+    last = Experts(*given).up if Experts(*given).down is None else Experts(*given).down
+    assert last is not None
+    return x.new_empty(*x.shape[:-1], last.shape[1])
 
 
 torch.library.custom_op("autopar::experts", _clone_of, mutates_args=(), schema=_SCHEMA)

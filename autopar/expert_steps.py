@@ -12,6 +12,7 @@ these. The numbers of rows are needed as plain numbers, which costs an accelerat
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,53 +20,34 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from autopar.expert_functions import combine, slot_outputs
+from autopar.expert_functions import Experts, combine, slot_outputs
 from autopar.torch_private import c10d_functional as c10d
 
 # (group of the axis, its size, this rank's place on it, whether it splits the tokens too)
 Level = tuple[str, int, Tensor, bool]
 
 
-def split_experts(
-    x: Tensor,
-    index: Tensor,
-    weights: Tensor,
-    gate: Tensor | None,
-    up: Tensor,
-    down: Tensor | None,
-    gate_bias: Tensor | None,
-    up_bias: Tensor | None,
-    down_bias: Tensor | None,
-    extras: Sequence[Tensor],
-    inner: str,
-    outer: str,
-    levels: Sequence[Level],
-    addends: Sequence[tuple[str, int]],
-) -> Tensor:
+def split_experts(x: Tensor, index: Tensor, weights: Tensor, *given: Any) -> Tensor:
     """`autopar.expert_functions.experts` on local tokens and experts; `index` counts the experts of all ranks.
 
-    `addends`: the axes over which a split of f makes the result a partial sum, with their sizes: each rank adds its
+    `given`: the fields of `Experts`, `levels` (a list of Level, outermost first) and `addends`: the axes over which a split of f makes the result a partial sum, with their sizes: each rank adds its
     share of `down_bias`.
     """
-    if down_bias is not None:
-        for _, ways in addends:
-            down_bias = down_bias / ways
-    slots = _slots(
-        x.reshape(-1, x.shape[-1]),
-        index.reshape(-1),
-        index.shape[-1],
-        levels,
-        (gate, up, down, gate_bias, up_bias, down_bias, extras, inner, outer),
-    )
+    *fields, levels, addends = given
+    local = Experts(*fields)
+    if local.down_bias is not None:
+        ways = math.prod(size for _, size in addends)
+        local = local._replace(down_bias=local.down_bias / ways)
+    slots = _slots(x.reshape(-1, x.shape[-1]), index.reshape(-1), index.shape[-1], levels, local)
     return combine(slots, weights, x.dtype)
 
 
-def _slots(rows: Tensor, index: Tensor, share: int, levels: Sequence[Level], experts: Any) -> Tensor:
+def _slots(rows: Tensor, index: Tensor, share: int, levels: Sequence[Level], experts: Experts) -> Tensor:
     """rows [n, d], index [n * share] among the experts of all `levels` -> [n * share, o], slots not weighted."""
     if not levels:
-        return slot_outputs(rows, index, share, *experts)
+        return slot_outputs(rows, index, share, experts)
     (group, size, rank, tokens), *others = levels
-    block = experts[1].shape[0]
+    block = experts.up.shape[0]
     for level in others:
         block *= level[1]
     if not tokens:

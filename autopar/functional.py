@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Unpack
+
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from autopar.attention_blocks import blockwise_attention
+from autopar.attention_blocks import Flags, Options, blockwise_attention
 
 # Attention as it stands in an exported graph, until `normalize` puts `attention` in its place.
 torch.library.define(
@@ -52,11 +54,7 @@ def attention(
     value: Tensor,
     mask: Tensor | None = None,
     sinks: Tensor | None = None,
-    *,
-    causal: bool = False,
-    window: int | None = None,
-    scale: float | None = None,
-    softcap: float | None = None,
+    **flags: Unpack[Flags],
 ) -> Tensor:
     """Attention of query [b, h, q, d] over key [b, kv, k, d] and value [b, kv, k, dv]: [b, h, q, dv].
 
@@ -68,14 +66,14 @@ def attention(
     zeros, as in torch's kernel.
     """
     rows, keys = query.shape[-2], key.shape[-2]
+    causal, window, scale = flags.get("causal", False), flags.get("window"), flags.get("scale")
     if window is not None and window >= max(rows, keys):
         window = None
     # Torch's kernel knows no sinks and no softcap, and would compute what a short window leaves out.
     narrow = window is not None and keys >= 2048 and 4 * window <= keys
-    if sinks is not None or softcap is not None or narrow:
-        return blockwise_attention(
-            query, key, value, mask, sinks, causal=causal, window=window, scale=scale, softcap=softcap
-        )
+    if sinks is not None or flags.get("softcap") is not None or narrow:
+        options = Options(causal, window, scale, flags.get("softcap"))
+        return blockwise_attention(query, key, value, mask, sinks, options)
     if window is not None or (causal and mask is not None):
         mask = _visible(mask, rows, keys, causal, window, query)
         causal = False

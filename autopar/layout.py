@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from dataclasses import dataclass, replace
 
 from autopar.errors import UsageError
@@ -107,6 +108,35 @@ class Layout:
         stages = {"pp": self.pp}
         outer = data | stages if self.order == "dp-outer" else stages | data
         return outer | {"cp": self.cp, "tp": self.tp}
+
+    @property
+    def expert_ways(self) -> int:
+        """Over how many data ranks the runtime splits experts: with whole experts on each rank of tp (etp=1), those of
+        tp have other ones already."""
+        apart = self.etp == 1 and self.tp > 1 and self.ep % self.tp == 0
+        return math.gcd(self.ep // self.tp if apart else self.ep, self.fsdp if self.fsdp > 1 else self.dp)
+
+    def run_sizes(self) -> dict[str, int]:
+        """Sizes of the mesh that the runtime joins, outermost first: data ranks that have other experts are the axis
+        ep. `why_not_run` says whether that is this layout."""
+        ways, fsdp = self.expert_ways, self.fsdp
+        data = {
+            "dp": self.dp // fsdp if fsdp > 1 else self.dp // ways,
+            "fsdp": fsdp // ways if fsdp > 1 else 1,
+            "ep": ways,
+        }
+        stages = {"pp": self.pp}
+        outer = data | stages if self.order == "dp-outer" else stages | data
+        return outer | {"cp": self.cp, "tp": self.tp}
+
+    def why_not_run(self) -> str | None:
+        """What of it the runtime does not run, or None."""
+        whole = self.expert_ways * (self.tp if self.etp == 1 else 1) == self.ep
+        wants = (
+            (self.ep > 1 and (self.etp not in (1, self.tp) or not whole), f"ep={self.ep}, etp={self.etp}"),
+            (self.precision not in ("fp32", "bf16"), f"precision={self.precision}"),
+        )
+        return next((text for wanted, text in wants if wanted), None)
 
     def __str__(self) -> str:
         """The text form; what has its default is left out, but for dp, tp, pp, zero, mbs, recompute and precision."""

@@ -12,7 +12,8 @@ from autopar.layout import Layout
 from autopar.layout_page import differences, layout_lines, wrapped
 
 if TYPE_CHECKING:
-    from autopar.plans import BlockPart, Plan
+    from autopar.plan_parts import BlockPart
+    from autopar.plans import Plan
 
 WIDTH = 100
 _SHOWN = 8  # alternatives, ops, notes

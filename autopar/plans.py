@@ -8,139 +8,43 @@ Out: a frozen value that prints as a page, is saved, loaded and compared. Loadin
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
-import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    ValidationError,
-    model_validator,
-)
+from pydantic import ValidationError, model_validator
 
 from autopar.cluster import Cluster
 from autopar.errors import AutoparError, ClusterError, PlanError, ShardingError, UsageError
 from autopar.layout import Layout
 from autopar.layout_check import check
 from autopar.mesh import Mesh
+from autopar.plan_files import plan_error, read_fields, read_text, write_text
+from autopar.plan_parts import (
+    Alternative,
+    BlockPart,
+    DataPart,
+    ModelPart,
+    Part,
+    PredictedPart,
+    Recompute,
+    Text,
+    Tuple,
+    Unruled,
+)
 from autopar.program import Program, op_name
 from autopar.sharding import Sharding
-from autopar.workload import MOST_TOKENS, Workload
+from autopar.workload import Workload
 
-VERSION = 1
 MESH_AXES = ("dp", "fsdp", "tp")  # of a plan without a layout; ep and cp between them where larger than 1
-ALL_AXES = (
-    "pp",
-    "dp",
-    "fsdp",
-    "cp",
-    "tp",
-)  # of a plan with a layout; ep and etp are cut out of dp, cp and tp
-_MAX_BYTES = 256 * 2**20  # larger files are no plans
+# Of a plan with a layout; ep and etp are cut out of dp, cp and tp.
+ALL_AXES = ("pp", "dp", "fsdp", "cp", "tp")
 
 
-class _Part(BaseModel):
-    """Strict: a number is no text, an unknown field is an error, and nothing changes afterwards."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
-
-
-_Positive = Annotated[int, Field(gt=0)]
-_Count = Annotated[int, Field(ge=0)]
-_Seconds = Annotated[
-    float, BeforeValidator(lambda value: float(value) if type(value) is int else value), Field(ge=0)
-]
-_Fraction = _Seconds
-_Bytes = _Count
-_Recompute = Literal["none", "selective", "full"]
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
-
-
-def _printable(text: str) -> str:
-    """Texts are printed on terminals: control characters but tab and newline are spelled out."""
-    return _CONTROL.sub(lambda match: f"\\x{ord(match[0]):02x}", text)
-
-
-_Text = Annotated[str, Field(max_length=100_000), AfterValidator(_printable)]
-_Tuple = BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)
-
-
-class ModelPart(_Part):
-    """`fingerprint`: of the Program (see `fingerprint`); a plan runs only the model it was made for."""
-
-    name: _Text
-    fingerprint: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
-    parameters: _Count
-    task: _Text
-
-
-class DataPart(_Part):
-    """`batch`: sequences per step over the whole cluster, in `micro_batches` parts one after the other."""
-
-    batch: Annotated[int, Field(gt=0, le=MOST_TOKENS)]
-    seq: Annotated[int, Field(gt=0, le=MOST_TOKENS)]
-    micro_batches: _Positive
-
-
-class BlockPart(_Part):
-    """One unique block: in-graph shardings. `ops`: node -> mesh axis -> the loop of the op that the axis splits."""
-
-    times: _Positive
-    inputs: Annotated[tuple[_Text, ...], _Tuple]
-    outputs: Annotated[tuple[_Text, ...], _Tuple]
-    state: dict[str, _Text]
-    ops: dict[str, dict[str, _Text]]
-
-
-class PredictedPart(_Part):
-    """What the cost model says of one step; memory is of one rank. `bound_s`: no plan of the searched space is faster.
-    `searched`: how much of the space was bounded, priced and simulated. `frontier`: (seconds, bytes) of the layouts
-    that no other beats in both. `moments`: bytes of the fullest rank at each moment of a step."""
-
-    step_time_s: _Seconds
-    tokens_per_s: _Seconds
-    mfu: _Fraction
-    time_s: dict[str, _Seconds]
-    memory_bytes: dict[str, _Bytes]
-    memory_total_bytes: _Bytes
-    memory_limit_bytes: _Bytes
-    bound_s: _Seconds | None = None
-    searched: dict[str, _Count] = {}
-    moments: dict[str, _Bytes] = {}
-
-
-class Alternative(_Part):
-    """A rejected combination and why. `mesh`: of a plan with a layout, the other layout."""
-
-    mesh: _Text
-    micro_batches: _Positive
-    recompute: _Recompute
-    step_time_s: _Seconds
-    memory_total_bytes: _Bytes
-    fits: bool
-    reason: _Text
-
-
-class Unruled(_Part):
-    """An op that has no rule and so runs whole on every rank; `seconds` per step on each."""
-
-    op: _Text
-    block: _Text
-    times: _Positive
-    bytes: _Bytes
-    seconds: _Seconds
-
-
-class Plan(_Part):
+class Plan(Part):
     """One parallel plan. `mesh`: outermost first, the axes dp, fsdp, tp; with a `layout`, pp, dp, fsdp, cp, tp. fsdp > 1
     only when `zero` is 3. `state`: the stored sharding of every parameter of the whole model, fsdp included.
 
@@ -149,24 +53,24 @@ class Plan(_Part):
     `software`: the stack it was priced with."""
 
     version: Literal[1] = 1
-    autopar_version: _Text
+    autopar_version: Text
     model: ModelPart
     cluster: dict[str, Any]
-    mesh: _Text
+    mesh: Text
     data: DataPart
     precision: Literal["fp32", "bf16", "fp8", "mxfp8", "nvfp4"]
-    recompute: _Recompute
+    recompute: Recompute
     zero: Literal[0, 1, 2, 3]
-    axes: dict[str, Annotated[tuple[_Text, ...], _Tuple]]
+    axes: dict[str, Annotated[tuple[Text, ...], Tuple]]
     blocks: dict[str, BlockPart]
-    state: dict[str, _Text]
+    state: dict[str, Text]
     predicted: PredictedPart
-    alternatives: Annotated[tuple[Alternative, ...], _Tuple] = ()
-    unruled: Annotated[tuple[Unruled, ...], _Tuple] = ()
-    notes: Annotated[tuple[_Text, ...], _Tuple] = ()
-    constraints: Annotated[tuple[_Text, ...], _Tuple] = ()
-    layout: _Text | None = None
-    software: _Text | None = None
+    alternatives: Annotated[tuple[Alternative, ...], Tuple] = ()
+    unruled: Annotated[tuple[Unruled, ...], Tuple] = ()
+    notes: Annotated[tuple[Text, ...], Tuple] = ()
+    constraints: Annotated[tuple[Text, ...], Tuple] = ()
+    layout: Text | None = None
+    software: Text | None = None
     workload: dict[str, Any] | None = None
 
     @model_validator(mode="after")
@@ -194,8 +98,7 @@ class Plan(_Part):
             raise PlanError(f"zero is {self.zero}, a plan without a layout has 0 or 3", where="zero")
         if self.layout is not None:
             mesh = self._with_layout(mesh)
-        experts = mesh.sizes.get("ep", 1) if self.layout is None else 1
-        ways = mesh.size("dp", "fsdp") * experts * self.data.micro_batches
+        ways = mesh.size("dp", "fsdp") * mesh.sizes.get("ep", 1) * self.data.micro_batches
         if self.data.batch % ways:
             raise PlanError(
                 f"batch {self.data.batch} does not divide by dp*fsdp*micro_batches = {ways}",
@@ -232,7 +135,7 @@ class Plan(_Part):
             raise PlanError(error.what, where="layout", hint=error.hint) from None
 
     def _with_layout(self, mesh: Mesh) -> Mesh:
-        """The mesh and the expert axes, after the layout has been found to agree with the rest of the plan."""
+        """The mesh as the runtime joins it, after the layout has been found to agree with the rest of the plan."""
         layout = self.parsed_layout
         sizes = mesh.sizes
         says = layout.mesh_sizes()
@@ -249,7 +152,7 @@ class Plan(_Part):
         ]
         if wrong:
             raise PlanError(wrong[0], where="layout", hint="to plan again")
-        return Mesh.of({**sizes, "ep": layout.ep, "etp": layout.etp})
+        return self.whole_mesh
 
     def _shardings(self) -> Iterator[tuple[str, str]]:
         for name, block in self.blocks.items():
@@ -302,27 +205,22 @@ class Plan(_Part):
         except UsageError as error:
             raise PlanError(error.what, where=f"workload, {error.where}", hint="to plan again") from None
 
+    @property
+    def whole_mesh(self) -> Mesh:
+        """The mesh of all ranks as the runtime joins it: with pp, ep and cp where they are larger than 1."""
+        if self.layout is None:
+            return self.parsed_mesh
+        sizes = self.parsed_layout.run_sizes()
+        return Mesh.of({axis: size for axis, size in sizes.items() if size > 1 or axis in MESH_AXES})
+
+    @property
+    def run_mesh(self) -> Mesh:
+        """The mesh of one pipeline stage; shardings of blocks are over its axes."""
+        return Mesh(tuple((axis, size) for axis, size in self.whole_mesh.axes if axis != "pp"))
+
     def why_not_run(self) -> str | None:
         """What of this plan the runtime of this version does not run, or None."""
-        layout = self.parsed_layout
-        whole = (
-            self.layout is not None
-        )  # a plan of the whole space, and not of what the runtime was asked for
-        wants = [
-            text
-            for needed, text in (
-                (layout.pp > 1, f"pp={layout.pp}"),
-                (whole and layout.cp > 1, f"cp={layout.cp}"),
-                (whole and layout.ep * layout.etp > 1, f"ep={layout.ep}, etp={layout.etp}"),
-                (layout.zero in (1, 2), f"zero={layout.zero}"),
-                (layout.recompute == "selective", "recompute=selective"),
-                (layout.offload != "none", f"offload={layout.offload}"),
-                (layout.precision not in ("fp32", "bf16"), f"precision={layout.precision}"),
-                (whole, "its own shardings"),
-            )
-            if needed
-        ]
-        return wants[0] if wants else None
+        return self.parsed_layout.why_not_run()
 
     def page(self) -> str:
         """What a person reads, at most 100 columns wide."""
@@ -363,74 +261,21 @@ class Plan(_Part):
 
     def save(self, path: str | Path) -> None:
         """Write the plan whole or not at all: to a temporary file beside it, then renamed. Raises PlanError."""
-        target = Path(path)
-        temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-        try:
-            with temporary.open("w", encoding="utf-8") as file:
-                file.write(self.to_json())
-                file.flush()
-                os.fsync(file.fileno())
-            temporary.replace(target)
-        except OSError as error:
-            with contextlib.suppress(OSError):
-                temporary.unlink(missing_ok=True)
-            raise PlanError(
-                f"cannot write {target}: {error.strerror}",
-                where=str(target),
-                hint="a path in a folder that exists",
-            ) from None
+        write_text(path, self.to_json())
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
         """Read and check a plan file. Raises PlanError saying where it is wrong, what was expected, what to try."""
-        file = Path(path)
-        try:
-            if file.stat().st_size > _MAX_BYTES:
-                raise PlanError(
-                    f"{file} is larger than any plan ({_MAX_BYTES >> 20} MiB)",
-                    where=str(file),
-                    hint="a plan file",
-                )
-            text = file.read_text(encoding="utf-8")
-        except OSError as error:
-            raise PlanError(
-                f"cannot read {file}: {error.strerror}", where=str(file), hint="the path of a saved plan"
-            ) from None
-        except UnicodeDecodeError:
-            raise PlanError(
-                f"{file} is not UTF-8 text", where=str(file), hint="a file that `autopar plan -o` wrote"
-            ) from None
-        return cls.from_json(text, where=str(file))
+        return cls.from_json(read_text(path), where=str(Path(path)))
 
     @classmethod
     def from_json(cls, text: str, *, where: str = "plan") -> Plan:
         """The Plan in a JSON text; `where` names it in errors."""
-        try:
-            data = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            place = f"{where}:{error.lineno}" if isinstance(error, json.JSONDecodeError) else where
-            cut = isinstance(error, json.JSONDecodeError) and error.pos >= len(text.rstrip())
-            what = (
-                "the plan ends too early: it is truncated"
-                if cut
-                else f"not readable as JSON: {_short(error)}"
-            )
-            raise PlanError(what, where=place, hint="to plan again, or the original file") from None
-        if not isinstance(data, dict):
-            raise PlanError(
-                f"a plan is a JSON object, found {type(data).__name__}", where=where, hint="to plan again"
-            )
-        version = data.get("version")
-        if isinstance(version, int) and not isinstance(version, bool) and version > VERSION:
-            raise PlanError(
-                f"plan version {version} is newer than this autopar reads (up to {VERSION})",
-                where=f"{where}, version",
-                hint="a newer autopar, or to plan again",
-            )
+        data = read_fields(text, where)
         try:
             return cls.model_validate(data)
         except ValidationError as error:
-            raise _plan_error(error, where) from None
+            raise plan_error(error, where) from None
         except AutoparError as error:
             place = f"{where}, {error.where}" if error.where else where
             prefix = "cluster: " if isinstance(error, ClusterError) else ""
@@ -474,28 +319,6 @@ def _check_sharding(text: str, mesh: Mesh, where: str) -> None:
         even.local_shape(sizes, mesh)
     except ShardingError as error:
         raise PlanError(error.what, where=where, hint=error.hint) from None
-
-
-def _plan_error(error: ValidationError, where: str) -> PlanError:
-    faults = error.errors(include_url=False, include_context=False)
-    fault = faults[0]
-    place = ".".join(str(part) for part in fault["loc"]) or "top level"
-    more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
-    kind = fault["type"]
-    if kind == "missing":
-        what, hint = f"{place} is missing", "the original file, or to plan again"
-    elif kind == "extra_forbidden":
-        what, hint = f"unknown field {place}", "to take it out, or a newer autopar"
-    else:
-        message = fault["msg"]
-        what = f"{place}: {message[0].lower()}{message[1:]}, found {_short(repr(fault['input']))}"
-        hint = "the original file, or to plan again"
-    return PlanError(what + more, where=f"{where}, {place}", hint=hint)
-
-
-def _short(value: object) -> str:
-    text = str(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def _flat(path: str, value: Any) -> Iterator[tuple[str, Any]]:

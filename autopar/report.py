@@ -20,7 +20,8 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
 from autopar import report_svg
-from autopar.plans import BlockPart, Plan
+from autopar.plan_parts import BlockPart
+from autopar.plans import Plan
 from autopar.report_step import Step, predicted_step
 from autopar.report_svg import gib_text, seconds_text
 from autopar.svg import PALETTE

@@ -8,7 +8,8 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 import torch.distributed
@@ -147,3 +148,192 @@ def gradient_hooks(parameter: torch.Tensor) -> bool:
     """Whether hooks were registered on the gradient of a leaf (there is no public way to list them)."""
     after: object = getattr(parameter, "_post_accumulate_grad_hooks", None)
     return bool(parameter._backward_hooks) or bool(after)
+
+
+def ctc_forward(
+    log_probs: torch.Tensor, targets: torch.Tensor, inputs: torch.Tensor, lengths: torch.Tensor, blank: int,
+    zero_infinity: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """The kernel under `torch.nn.functional.ctc_loss`: losses [b], infinite ones too, and what its backward reads
+    [b, t, 2 m + 1], m the longest of `lengths`."""
+    losses, kept = torch.ops.aten._ctc_loss.Tensor(log_probs, targets, inputs, lengths, blank, zero_infinity)
+    return losses, kept
+
+
+def ctc_backward(
+    gradient: torch.Tensor, log_probs: torch.Tensor, targets: torch.Tensor, inputs: torch.Tensor,
+    lengths: torch.Tensor, losses: torch.Tensor, kept: torch.Tensor, blank: int, zero_infinity: bool,
+) -> torch.Tensor:  # fmt: skip
+    """Its backward: the gradient of log_probs, as torch defines it (that of the logits under a log-softmax)."""
+    slope: torch.Tensor = torch.ops.aten._ctc_loss_backward.Tensor(
+        gradient, log_probs, targets, inputs, lengths, losses, kept, blank, zero_infinity
+    )
+    return slope
+
+
+def wrapper_tensor(kind: Any, like: torch.Tensor) -> Any:
+    """A tensor of the subclass `kind` that has the shape, strides, dtype and device of `like`, and no storage. Subclasses
+    with `__torch_dispatch__` have no public constructor for that."""
+    make: Any = torch.Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
+    return make(kind, like.shape, strides=like.stride(), dtype=like.dtype, device=like.device)
+
+
+def fake_mode_of(tensor: torch.Tensor) -> AbstractContextManager[Any]:
+    """The `fake_mode` that a fake tensor was made in."""
+    assert isinstance(tensor, FakeTensor)
+    return tensor.fake_mode
+
+
+def orthogonal(
+    matrix: torch.Tensor, coefficients: tuple[float, float, float], steps: int, eps: float
+) -> torch.Tensor:
+    """The Newton-Schulz iteration of `torch.optim.Muon` [m, n] in bfloat16: nearly U V' of matrix = U S V'.
+
+    The optimizer itself is public, but it takes whole parameters only. When this moves: it is 15 lines in its source.
+    """
+    from torch.optim import _muon
+
+    result: torch.Tensor = _muon._zeropower_via_newtonschulz(matrix, coefficients, steps, eps)
+    return result
+
+
+def muon_rate(lr: float, rule: str | None, shape: torch.Size) -> float:
+    """The learning rate that `torch.optim.Muon` takes for a matrix of this shape."""
+    from torch.optim import _muon
+
+    return float(_muon._adjust_lr(lr, rule, shape))
+
+
+def in_backward() -> bool:
+    """Whether this thread is inside of autograd's backward. There is no public way to ask."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def default_store() -> Any:
+    """A connection of its own to the store through which `torch.distributed` made its groups: its keys are those of
+    this start of the ranks, so what an earlier start left is not seen. The store itself has no public name."""
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    store: Any = _get_default_store()
+    return store.clone()
+
+
+class CollectiveWatcher(Protocol):
+    """What `watch_collectives` tells. `handle` names a collective between its launch and its wait."""
+
+    def launched(self, kind: str, group: str, tensor: torch.Tensor | None, handle: int) -> None: ...
+    def begin(self, handle: int, tensor: torch.Tensor | None) -> Any: ...
+    def end(self, begun: Any) -> None: ...
+
+
+# In-graph collectives; their group's name is the last argument.
+_IN_GRAPH = {
+    "all_reduce": "all_reduce", "all_reduce_": "all_reduce", "all_gather_into_tensor": "all_gather",
+    "all_gather_into_tensor_out": "all_gather", "reduce_scatter_tensor": "reduce_scatter",
+    "reduce_scatter_tensor_out": "reduce_scatter", "all_to_all_single": "all_to_all", "broadcast": "broadcast",
+    "broadcast_": "broadcast",
+}  # fmt: skip
+# Methods of a process group, which are what the functions of `torch.distributed` call.
+_OF_GROUPS = {
+    "allreduce": "all_reduce", "allreduce_coalesced": "all_reduce", "allgather": "all_gather",
+    "_allgather_base": "all_gather", "all_gather_single": "all_gather", "allgather_into_tensor_coalesced": "all_gather",
+    "reduce_scatter": "reduce_scatter", "_reduce_scatter_base": "reduce_scatter",
+    "reduce_scatter_single": "reduce_scatter", "reduce_scatter_tensor_coalesced": "reduce_scatter",
+    "alltoall": "all_to_all", "alltoall_base": "all_to_all", "all_to_all_single": "all_to_all",
+    "broadcast": "broadcast", "reduce": "reduce", "gather": "gather", "scatter": "scatter", "barrier": "barrier",
+    "send": "send", "recv": "recv", "recv_anysource": "recv",
+}  # fmt: skip
+
+
+def watch_collectives(watcher: CollectiveWatcher) -> Callable[[], None]:
+    """Tell `watcher` of every collective that this process launches and of every wait for one, whoever asks for it:
+    blocks run eagerly, blocks that inductor compiled, `torch.distributed`, pipelining. Returns what undoes it.
+
+    There is no public way (gloo has no completion hooks), so the functions themselves are replaced: of the in-graph
+    ops what a call goes through (`_op` of the op and of its overload, which inductor's code calls), of process groups
+    their methods, of handles `wait`. What no longer exists is left alone: its waits are then counted as compute. A
+    kernel registered through `torch.library` would not do: it holds the interpreter's lock while it waits.
+    """
+    undo: list[Callable[[], None]] = []
+
+    def replace(holder: Any, name: str, make: Callable[[Any], Any]) -> None:
+        original = getattr(holder, name, None)
+        if original is not None:
+            setattr(holder, name, make(original))
+            undo.append(lambda: setattr(holder, name, original))
+
+    for name, kind in _IN_GRAPH.items():
+        packet = getattr(c10d_functional, name, None)
+        for holder in (packet, getattr(packet, "default", None)):
+            replace(holder, "_op", partial(_told_launch, kind, watcher))
+    for holder in (c10d_functional.wait_tensor, c10d_functional.wait_tensor.default):
+        replace(holder, "_op", partial(_told_wait, watcher))
+    for name, kind in _OF_GROUPS.items():
+        replace(torch.distributed.ProcessGroup, name, partial(_told_group, kind, watcher))
+    replace(torch.distributed.Work, "wait", partial(_told_work, watcher))
+
+    def back() -> None:
+        for each in reversed(undo):
+            each()
+
+    return back
+
+
+def _address(tensor: Any) -> int | None:
+    """Where a tensor lies; None of one that a tracer made."""
+    if type(tensor) is not torch.Tensor:
+        return None
+    try:
+        return tensor.data_ptr()
+    except RuntimeError:
+        return None
+
+
+def _told_launch(kind: str, watcher: CollectiveWatcher, original: Any) -> Any:
+    def launch(*args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        handle = _address(result)
+        if handle is not None and args and isinstance(args[-1], str):
+            watcher.launched(kind, args[-1], args[0], handle)
+        return result
+
+    return launch
+
+
+def _told_wait(watcher: CollectiveWatcher, original: Any) -> Any:
+    def wait(tensor: torch.Tensor) -> Any:
+        handle = _address(tensor)
+        if handle is None:
+            return original(tensor)
+        begun = watcher.begin(handle, tensor)
+        try:
+            return original(tensor)
+        finally:
+            watcher.end(begun)
+
+    return wait
+
+
+def _told_group(kind: str, watcher: CollectiveWatcher, original: Any) -> Any:
+    def call(group: Any, *args: Any, **kwargs: Any) -> Any:
+        work = original(group, *args, **kwargs)
+        first: Any = args[0] if args else None
+        while isinstance(first, (list, tuple)) and first:
+            first = first[0]
+        watcher.launched(
+            kind, str(group.group_name), first if isinstance(first, torch.Tensor) else None, id(work)
+        )
+        return work
+
+    return call
+
+
+def _told_work(watcher: CollectiveWatcher, original: Any) -> Any:
+    def wait(work: Any, *args: Any, **kwargs: Any) -> Any:
+        begun = watcher.begin(id(work), None)
+        try:
+            return original(work, *args, **kwargs)
+        finally:
+            watcher.end(begun)
+
+    return wait

@@ -458,7 +458,7 @@ def _errors(run: api.Compiled, inputs: Mapping[str, Any], expected: _Expected) -
     trainer, store = run.trainer, run.trainer.model.store
     batch = {name: value for name, value in inputs.items() if isinstance(value, Tensor)}
     loss = trainer.gradients(batch)
-    norm = float(store.gradient_norm())
+    norm = float(trainer.gradient_norm())
     present = [gradient for gradient in expected.gradients.values() if gradient is not None]
     largest = max((float(gradient.norm()) for gradient in present), default=0.0)
     gradients: dict[str, float] = {}

@@ -19,7 +19,7 @@ from published_shape import ShapeReader
 from published_words import MEGATRONS, PER_NODE, SC21, SHARDED
 
 from autopar.layout import Layout
-from autopar.workload import TransformerShape
+from autopar.transformer_shape import TransformerShape
 
 
 class LayoutReader(ShapeReader):

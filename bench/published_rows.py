@@ -25,15 +25,13 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 from published_cells import RowError
-from published_layout import LayoutReader
+from published_measured import MeasuredReader
 from published_words import (
     DEVICE_YEARS,
     DEVICES,
     FRAMEWORKS,
     MCORE_YEARS,
-    MEGATRONS,
     OPTIONS,
-    PEAK_TFLOPS,
     PER_NODE,
     SHARDED,
     SOURCE_YEARS,
@@ -43,7 +41,7 @@ from published_words import (
 
 from autopar.errors import AutoparError
 from autopar.layout import Layout
-from autopar.workload import TransformerShape
+from autopar.transformer_shape import TransformerShape
 
 _USUAL_TOKENS = 8192  # of a micro-batch, where a source gives a rate and no batch
 _FAMILIES = Path(__file__).with_name("model_families.toml")
@@ -118,8 +116,8 @@ def _grouped(runs: list[Run]) -> list[Run]:
     return [replace(run, group=key(run)) if len(layouts[key(run)]) > 1 else run for run in runs]
 
 
-class _Reader(LayoutReader):
-    """One row being read; LayoutReader reads its layout, ShapeReader its model, Cells its cells."""
+class _Reader(MeasuredReader):
+    """One row being read; MeasuredReader reads what was measured, LayoutReader its layout, ShapeReader its model, Cells its cells."""
 
     def run(self) -> Run:
         self._refuse_what_is_no_training_run()
@@ -136,8 +134,8 @@ class _Reader(LayoutReader):
         layout = self._recompute(layout, shape, options)
         layout = self._schedule(layout, shape)
         layout, batch = self._batch(layout, gpus, seq, options)
-        step = self._step(shape, device, gpus, batch, seq, options)
-        memory, memory_kind, memory_rank = self._memory()
+        step = self.step(shape, device, gpus, batch, seq, options)
+        memory, memory_kind, memory_rank = self.memory()
         return Run(
             id=self.name,
             source=source_group(self.cells.get("source", "")),
@@ -157,7 +155,7 @@ class _Reader(LayoutReader):
             memory_bytes=memory,
             memory_kind=memory_kind,
             memory_rank=memory_rank,
-            out_of_memory=self._ran_out(),
+            out_of_memory=self.ran_out(),
             assumed=tuple(self.assumed),
         )
 
@@ -359,7 +357,7 @@ class _Reader(LayoutReader):
         micros = self.says(r"\bmicro_num (\d+)") or self.says(r"\bga (\d+)\b")
         per_rank = self.says(r"\b(?:local batch|batch per dp(?: group)?) (\d+)")
         if not batch:
-            rate, step = self.number("metric_tokens_per_s_per_gpu"), self._said_step()
+            rate, step = self.number("metric_tokens_per_s_per_gpu"), self.said_step()
             if micros:
                 batch, why = layout.mbs * int(micros[1]) * layout.dp, "micro-batches of the notes"
             elif per_rank:
@@ -389,87 +387,6 @@ class _Reader(LayoutReader):
         if each % layout.mbs:
             self.assume("micro-batches", round(each / layout.mbs, 3), f"{batch} doesn't split over dp * mbs")
         return layout, batch
-
-    def _said_step(self) -> float | None:
-        return self.number("metric_step_time_s") or self.number("iter_time_s")
-
-    def _step(
-        self, shape: TransformerShape, device: str, gpus: int, batch: int, seq: int, options: set[str]
-    ) -> float | None:
-        """Seconds per step: as printed, else from the rate, else from TFLOP/s or MFU by the row's own definition."""
-        step, rate = self._said_step(), self.number("metric_tokens_per_s_per_gpu")
-        from_rate = batch * seq / (rate * gpus) if rate else None
-        if step:
-            if from_rate and not 0.9 < step / from_rate < 1.1:
-                self.assume("step time", step, f"the printed rate gives {from_rate:.4g}")
-            return step
-        if from_rate:
-            return from_rate
-        tflops, mfu = self.number("metric_tflops_per_gpu"), self.number("metric_mfu")
-        if not tflops and mfu and device in PEAK_TFLOPS:
-            tflops = (mfu if mfu < 2 else mfu / 100) * PEAK_TFLOPS[device]
-            self.assume("tflops", round(tflops, 1), "MFU of the bf16 peak")
-        if not tflops or shape.scan_layers or {"lora", "sft"} & options:
-            return None
-        step = batch * self._flops_per_sequence(shape, seq) / (tflops * 1e12 * gpus)
-        self.assume("step time", f"{step:.4g}", "from TFLOP/s by the row's definition")
-        return step
-
-    def _flops_per_sequence(self, shape: TransformerShape, seq: int) -> float:
-        """Operations that the row's own TFLOP/s counts. SC21 (Narayanan et al. 2021, eq. 3) counts a second forward."""
-        said = self.cells.get("flops_def", "").lower()
-        causal = "causal" in said and not re.search(r"non-?causal|not causal", said)
-        causal = causal or (self.framework in MEGATRONS and self.year >= 2025.66)  # as Megatron-LM since then
-        again = 4 / 3 if re.search(r"hardware|recompute|hfu|sc21", said) else 1.0
-        whole = shape.workload(seq)
-        if not causal:
-            whole = replace(shape, causal=False, window=0).workload(seq)
-        return whole.flops_per_token() * seq * again
-
-    def _memory(self) -> tuple[float | None, str, str]:
-        """Bytes, which of the allocator's counts, of which rank."""
-        kind_cell = self.cells.get("mem_kind", "").lower()
-        value = next(
-            (
-                n
-                for n in map(self.number, ("mem_max_alloc_gb", "mem_reported_gb", "metric_mem_gb_per_gpu"))
-                if n
-            ),
-            None,
-        )
-        if value is None:
-            return None, "", ""
-        binary = "gib" in kind_cell or bool(self.says(r"\bgib\b"))
-        if not binary and self.framework in ("torchtitan", "torchao") and "1e9" not in kind_cell:
-            binary = True
-            self.assume("memory unit", "GiB", "as torchtitan prints")
-        if re.search(r"reserved", kind_cell) or (
-            self.framework in ("torchtitan", "torchao") and not self.number("mem_max_alloc_gb")
-        ):
-            kind = "reserved"
-        elif re.search(r"alloc", kind_cell) or self.number("mem_max_alloc_gb"):
-            kind = "allocated"
-        else:
-            kind = "device" if re.search(r"nvidia-smi|device", kind_cell + self.notes) else ""
-        rank_cell = self.cells.get("rank_measured", "").lower() or self.notes
-        rank = (
-            "last" if re.search(r"\blast (global )?rank|last pp stage|last pipeline", rank_cell)
-            else "max" if re.search(r"\bmax\b|peak over ranks", rank_cell)
-            else "first" if re.search(r"\bfirst\b|\brank 0\b", rank_cell) and self.cells.get("rank_measured")
-            else ""
-        )  # fmt: skip
-        return value * (2**30 if binary else 1e9), kind, rank
-
-    def _ran_out(self) -> bool:
-        """Whether the row itself says so, and measured no step."""
-        words = "; ".join(value for key, value in self.cells.items() if key not in ("id", "source", "model"))
-        words = re.sub(
-            r"(?i)(close to|near(ly)?|almost|avoid(s|ing)?|without|no|before|prevents?|not)\W+(an? )?(oom|out[- ]of[- ]memory)",
-            "",
-            words,
-        )
-        said = re.search(r"(?i)\bOOM\b|out[- ]of[- ]memory|\bOOM(s|ed)\b", words)
-        return bool(said) and (self._said_step() is None)
 
 
 def _kind(shape: TransformerShape) -> str:

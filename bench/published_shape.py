@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from published_cells import Cells, RowError
 
 from autopar.layout import Layout
-from autopar.workload import TransformerShape
+from autopar.transformer_shape import TransformerShape
 
 
 class ShapeReader(Cells):

@@ -280,7 +280,10 @@ class _Inputs:
         return [token for name in names if isinstance(token := getattr(self.config, name, None), int)]
 
 
-_TOGETHER: Mapping[str, tuple[str, ...]] = {"input_features": ("decoder_input_ids",)}
+_TOGETHER: Mapping[str, tuple[str, ...]] = {
+    "input_features": ("decoder_input_ids",),
+    "noise_embeds": ("attention_mask",),  # without one the model's masks do not reach over the context
+}
 _MAKERS: Mapping[str, Callable[[_Inputs], Any]] = {
     "input_ids": _Inputs.ids,
     "decoder_input_ids": _Inputs.ids,
@@ -294,6 +297,9 @@ _MAKERS: Mapping[str, Callable[[_Inputs], Any]] = {
     "inputs_embeds": _Inputs.hidden,
     "noise_embeds": _Inputs.hidden,
     "context_hidden_states": lambda self: self.hidden().repeat(1, 1, len(self.config.target_layer_ids)),
+    "attention_mask": lambda self: torch.ones(
+        BATCH, SEQUENCE * (2 if "context_hidden_states" in self.names else 1), dtype=torch.long
+    ),
     "num_patches": lambda _: SEQUENCE // 2,
     "return_loss": lambda _: True,
 }

@@ -27,7 +27,7 @@ from bench.zoo_inputs import configs, example_inputs, with_embeddings
 # Well known, and without a plan by hand in their configs.
 WELL_KNOWN = [
     "bert", "roberta", "t5", "bart", "whisper", "clip", "siglip", "vit", "swin", "dinov2", "mamba", "mamba2",
-    "falcon_h1", "wav2vec2", "sam", "distilbert", "deberta-v2", "electra", "albert", "gpt2", "opt", "bloom", "falcon",
+    "falcon_h1", "wav2vec2", "hubert", "wavlm", "sam", "distilbert", "deberta-v2", "electra", "albert", "gpt2", "opt", "bloom", "falcon",
     "mpt", "gpt_neo", "gptj", "convnext", "resnet", "detr", "segformer", "blip", "xlnet",
 ]  # fmt: skip
 # Images or audio together with text: not of the tables either, but what people bring.
@@ -191,6 +191,7 @@ _OPEN: Mapping[str, Any] = {
     "num_experts_per_tok": lambda config: 2,
     "n_routed_experts": lambda config: 64,
     "n_shared_experts": lambda config: 2,
+    "vocab_size": lambda config: 32,
     "indexer_n_heads": lambda config: 16,
     "indexer_kv_heads": lambda config: 1,
     "indexer_head_dim": lambda config: 256,

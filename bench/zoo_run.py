@@ -41,8 +41,8 @@ from autopar.problem import Problem, Solution
 from autopar.program import Program
 from autopar.runtime.groups import join_mesh
 from autopar.runtime.model import RankModel
+from autopar.runtime.pipeline import Pipeline, pipeline_mesh
 from autopar.runtime.simulate import simulate
-from autopar.runtime.stage import StageModel, join_stages, pipeline_gradients
 from autopar.runtime.store import ParameterStore
 from autopar.runtime.trainer import Trainer
 from bench.zoo_models import published_config, zoo_model
@@ -237,14 +237,14 @@ def _pipeline_step(built: Built, captured: _Captured) -> Iterator[tuple[str, Cal
         rank_program, _ = place(captured, mesh_of(), ())
         stages = cut_stages(rank_program, 2)
         facts = {"sends": [len(stage.sends) for stage in stages], "shared": len(stages[0].shared)}
-        errors = pipeline_differences(stages, built)
+        errors = pipeline_differences(rank_program, stages, built)
         if not _equal(errors):
             errors = _in_double(facts, built, by_stages) or errors
         return _Result({**facts, **judge(errors)})
 
     def by_stages(double: Built) -> dict[str, Any]:
         rank_program, _ = place(_capture(double), mesh_of(), ())
-        return pipeline_differences(cut_stages(rank_program, 2), double)
+        return pipeline_differences(rank_program, cut_stages(rank_program, 2), double)
 
     yield "pp2", work
 
@@ -408,17 +408,19 @@ def differences(rank_program: RankProgram, built: Built) -> dict[str, Any]:
     return compare_gradients(built, [loss for loss, _ in found], [gradients for _, gradients in found])
 
 
-def pipeline_differences(stages: Sequence[Stage], built: Built) -> dict[str, Any]:
+def pipeline_differences(program: RankProgram, stages: Sequence[Stage], built: Built) -> dict[str, Any]:
     """The same of pipeline stages, one rank each; a parameter of several stages is compared on each of them."""
-    mesh, batch = stages[0].program.mesh, _batch(built)
+    batch = _batch(built)
 
     def rank(number: int) -> tuple[float, dict[str, Tensor]]:
-        place = join_stages(mesh, len(stages), timeout_s=60)
-        model = StageModel(stages[place.index], place.inner, _state(stages[place.index].program, built))
-        loss = pipeline_gradients(model, place, batch)
-        return loss, {name: model.store.whole_parameter(name, _gradient) for name in model.store.parts}
+        groups = join_mesh(pipeline_mesh(program.mesh, len(stages)), timeout_s=60)
+        model = Pipeline(program, stages, groups, _state(program, built))
+        trainable = [parameter for parameter in model.store.parameters.values() if parameter.requires_grad]
+        store = model.store
+        loss = Trainer(model, torch.optim.SGD(trainable, lr=0.0)).gradients(batch)
+        return loss, {name: store.whole_parameter(name, _gradient) for name in store.parts}
 
-    found = simulate(len(stages) * mesh.device_count, rank, timeout_s=120)
+    found = simulate(len(stages) * program.mesh.device_count, rank, timeout_s=120)
     known = {name for _, gradients in found for name in gradients}
     filled = [
         {

@@ -186,6 +186,8 @@ def new_number(
         return min(value, 8)
     if re.search("token|seq|image", name) and _tokens_of_image(value, tree):
         return _new_tokens_of_image(value, tree)
+    if re.fullmatch(r".*_(iters|iterations)", name):  # each is written out in the graph
+        return min(value, 3)
     if name in ("n_groups", "mamba_n_groups"):
         return min(value, plan.ways)
     if name == "window_size" and sizes.stages:

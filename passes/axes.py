@@ -115,7 +115,8 @@ def _join_interfaces(program: Program, union: Union) -> None:
 
 def _choose_names(program: Program, union: Union, hints: list[tuple[Item, str]]) -> dict[Item, str]:
     """Set representative -> name. Sets that want one name and have other sizes are told apart by a number, the
-    largest first; sets of one size (an untied embedding and output head) share the name."""
+    largest first; sets of one size (an untied embedding and output head) share the name. So do all sets that are of the
+    batch: what data ranks split is the batch of every part of a model, images in a row and sequences alike."""
     wishes: dict[Item, set[str]] = defaultdict(set)
     for item, name in hints:
         wishes[union.find(item)].add(name)
@@ -132,7 +133,7 @@ def _choose_names(program: Program, union: Union, hints: list[tuple[Item, str]])
     for name, roots in wanted.items():
         largest = sorted({max(sizes[root]) for root in roots}, reverse=True)
         for root in roots:
-            number = largest.index(max(sizes[root]))
+            number = 0 if name == "batch" else largest.index(max(sizes[root]))
             chosen[root] = name if number == 0 else f"{name}{number + 1}"
     return chosen
 

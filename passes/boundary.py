@@ -17,6 +17,7 @@ changed in place, containers changed, an index that forward computes with.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,17 +29,14 @@ from autopar.passes.fold import FoldError, Stack, is_own_index
 from autopar.passes.host_values import HostTensor
 from autopar.passes.known_values import identity, keep
 from autopar.passes.mask_flags import note, noted
-from autopar.torch_private import pytree, storage_key, version
+from autopar.passes.pending import LEFT_OUT, Runs, describe, settled
+from autopar.torch_private import plain_dispatch, pytree, storage_key, version
 
 torch.library.define("autopar::layer_inputs", "(Tensor[] values, str path, int call) -> Tensor[]")
 torch.library.define("autopar::layer_outputs", "(Tensor[] values, str path, int call) -> Tensor[]")
-torch.library.define(
-    "autopar::left_out_layer", "(Tensor[] values, str path, int call, str outputs) -> Tensor[]"
-)
 
 LAYER_INPUTS = torch.ops.autopar.layer_inputs.default
 LAYER_OUTPUTS = torch.ops.autopar.layer_outputs.default
-LEFT_OUT = torch.ops.autopar.left_out_layer.default
 MARKERS = (LAYER_INPUTS, LAYER_OUTPUTS, LEFT_OUT)
 
 
@@ -46,26 +44,8 @@ def _alike(values: Sequence[Tensor], path: str, call: int) -> list[Tensor]:
     return [torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=v.device) for v in values]
 
 
-def _left_out(values: Sequence[Tensor], path: str, call: int, outputs: str) -> list[Tensor]:
-    return [_described(text) for text in outputs.split(";")]
-
-
 torch.library.register_fake("autopar::layer_inputs", _alike)
 torch.library.register_fake("autopar::layer_outputs", _alike)
-torch.library.register_fake("autopar::left_out_layer", _left_out)
-
-
-def _describe(tensor: Tensor) -> str:
-    sizes, strides = (",".join(map(str, numbers)) for numbers in (tensor.shape, tensor.stride()))
-    return f"{str(tensor.dtype).removeprefix('torch.')}|{sizes}|{strides}|{tensor.device}"
-
-
-def _described(text: str) -> Tensor:
-    dtype, sizes, strides, device = text.split("|")
-    shape, stride = (
-        tuple(int(number) for number in numbers.split(",") if number) for numbers in (sizes, strides)
-    )
-    return torch.empty_strided(shape, stride, dtype=getattr(torch, dtype), device=device)
 
 
 class OwnIndex(int):
@@ -145,6 +125,7 @@ class Boundaries:
     """What was called while the model was exported."""
 
     stacks: Sequence[Stack]
+    runs: Runs | None  # None: every left-out layer is traced on its own
     calls: list[LayerCall] = field(default_factory=list)
     patterns: dict[tuple[int, int, Hashable], _Pattern] = field(default_factory=dict)
     groups: dict[tuple[int, int, Hashable], int] = field(default_factory=dict)
@@ -156,6 +137,8 @@ class Boundaries:
 
     def install(self, model: nn.Module, folded: Sequence[int]) -> None:
         """Mark the layers of the stacks with these numbers."""
+        if self.runs is not None:
+            self.runs.all.clear()
         for number in folded:
             stack = self.stacks[number]
             layers = model.get_submodule(stack.path)
@@ -163,6 +146,8 @@ class Boundaries:
                 self._wrap(layer, number, index)
                 if index in stack.kept:
                     _track_index(layer, index, stack.path, self.index_used)
+        if folded and self.runs is not None:
+            _run_in_order(model, self.runs)
 
     def check(self) -> None:
         """Raises FoldError where a layer computed with its own index (layers of other indices may do otherwise), and
@@ -185,7 +170,8 @@ class Boundaries:
 
         def called(*args: Any, **kwargs: Any) -> Any:
             leaves, spec = pytree.tree_flatten((args, kwargs))
-            key = (number, stack.kinds[index], _call_signature(leaves, spec, stack))
+            with plain_dispatch():  # quicker: nothing here is an op
+                key = (number, stack.kinds[index], _call_signature(leaves, spec, stack))
             group = self.groups.setdefault(key, len(self.groups))
             call = self.count[path] = self.count.get(path, -1) + 1
             pattern = self.patterns.get(key)
@@ -201,9 +187,10 @@ class Boundaries:
                 pattern = alike[-1]
             self.calls.append(LayerCall(number, index, path, call, group, traced))
             if traced:
+                leaves = [settled(leaf) for leaf in leaves]
                 return self._trace(layer, forward, key, path, call, leaves, spec, stack)
             assert pattern is not None
-            return _stand_in(layer, pattern, path, call, leaves, stack)
+            return self._stand_in(layer, pattern, path, call, leaves, stack)
 
         layer.forward = called
 
@@ -264,6 +251,17 @@ class Boundaries:
         made = torch.ops.autopar.layer_outputs(outputs, path, call)
         return _built(layer, pattern, made, [leaves[place] for place in places], stack)
 
+    def _stand_in(
+        self, layer: nn.Module, pattern: _Pattern, path: str, call: int, leaves: Sequence[Any], stack: Stack
+    ) -> Any:
+        arguments = [leaf for leaf in leaves if _is_traced(leaf)]
+        if self.runs is not None:
+            made = self.runs.call(path, call, arguments, pattern.outputs)
+        else:
+            text = ";".join(describe(output) for output in pattern.outputs)
+            made = torch.ops.autopar.left_out_layer(arguments, path, call, text)
+        return _built(layer, pattern, made, arguments, stack)
+
 
 def _is_traced(value: object) -> bool:
     return isinstance(value, Tensor) and not isinstance(value, HostTensor)
@@ -289,15 +287,6 @@ def _call_signature(leaves: Sequence[Any], spec: Any, stack: Stack) -> Hashable:
     return tuple(described)
 
 
-def _stand_in(
-    layer: nn.Module, pattern: _Pattern, path: str, call: int, leaves: Sequence[Any], stack: Stack
-) -> Any:
-    arguments = [leaf for leaf in leaves if _is_traced(leaf)]
-    text = ";".join(_describe(output) for output in pattern.outputs)
-    made = torch.ops.autopar.left_out_layer(arguments, path, call, text)
-    return _built(layer, pattern, made, arguments, stack)
-
-
 def _built(
     layer: nn.Module, pattern: _Pattern, made: Sequence[Tensor], arguments: Sequence[Tensor], stack: Stack
 ) -> Any:
@@ -319,6 +308,18 @@ def _built(
             if hook(module, (), output) is not None:
                 raise FoldError(f"a hook on {name} of {stack.path} changes its output", stack.path)
     return pytree.tree_unflatten([decoded(leaf) for leaf in pattern.result], pattern.result_spec)
+
+
+def _run_in_order(model: nn.Module, runs: Runs) -> None:
+    """Make `forward` of a (copied) model put left-out layers into the graph before what comes after them."""
+    forward = model.forward
+
+    @functools.wraps(forward)
+    def ordered(*args: Any, **kwargs: Any) -> Any:
+        with runs.in_order():
+            return forward(*args, **kwargs)
+
+    model.forward = ordered
 
 
 class _DeferredHooks:

@@ -21,12 +21,11 @@ from functools import lru_cache
 from autopar.errors import ConstraintError
 from autopar.mesh import Mesh
 from autopar.problem import Choice, Op, Problem
-from autopar.rules.attention import ROWS_AND_KEYS
-from autopar.rules.rule import PAIR, SUMS, Dims, Rule, Sharded, pair_choice, sums_choice
+from autopar.rules.attention import RINGS
+from autopar.rules.rule import PAIR, SUMS, Dims, Rule, Sharded, factors_of, pair_choice, sums_choice
 from autopar.sharding import Sharding, Use
 
 DATA_AXES = ("dp", "fsdp")
-RING = pair_choice(ROWS_AND_KEYS)
 EXPERT_AXIS, CONTEXT_AXIS, TENSOR_AXIS = "ep", "cp", "tp"
 # Over these the gradients of state are added up by the parameter store, once per step.
 TOKEN_AXES = (*DATA_AXES, EXPERT_AXIS, CONTEXT_AXIS)
@@ -103,7 +102,7 @@ def _sharded(
     results: tuple[Dims, ...],
     reduced: frozenset[str],
     sums: tuple[tuple[int, ...], ...],
-    pairs: tuple[tuple[str, str], ...],
+    pairs: tuple[tuple[str, ...], ...],
     joint: tuple[str, ...],
     choice: tuple[tuple[str, str | None], ...],
 ) -> Sharded:
@@ -149,7 +148,7 @@ def _choices(op: Op, mesh: Mesh) -> Iterator[tuple[tuple[str, str | None], ...]]
         tensor += [*allowed, *pairs, *joint, *(sums_choice(group) for group in range(len(rule.sums)))]
     for taken in chosen:
         for factor in tensor:
-            if factor == RING and RING in taken.values():
+            if factor in RINGS and set(RINGS) & set(taken.values()):
                 continue  # a ring goes around one axis
             choice = taken | {TENSOR_AXIS: factor} if TENSOR_AXIS in axes else taken
             if factor is None or factor.startswith(SUMS) or _divides(rule, choice, mesh):
@@ -172,8 +171,8 @@ def _divides(rule: Rule, choice: Choice, mesh: Mesh) -> bool:
     ways: dict[str, int] = {}
     for axis, factor in choice.items():
         if factor is not None and not factor.startswith(SUMS):
-            for name in factor.split(PAIR):
-                ways[name] = ways.get(name, 1) * mesh.sizes[axis]
+            for name, parts in factors_of(factor).items():
+                ways[name] = ways.get(name, 1) * mesh.sizes[axis] * parts
     return rule.divides(ways)
 
 

@@ -55,8 +55,10 @@ from autopar.passes.known_values import Knowledge
 from autopar.passes.no_grad import stop_gradients
 from autopar.passes.normalize import normalize
 from autopar.passes.partition import partition
+from autopar.passes.pending import Runs, settled
 from autopar.passes.place_counts import place_counts
 from autopar.passes.rewrites import rewrite
+from autopar.passes.transformers_capture import losses_and_attention
 from autopar.passes.transformers_experts import use_one_op
 from autopar.passes.unflatten import unflatten
 from autopar.passes.unpack import unpack, with_unread_pieces
@@ -125,9 +127,10 @@ def _folded(
 ) -> Program:
     """Capture with as few layers traced as will do, or with all."""
     stacks = tuple(stack.whole() if whole else stack for stack in find_stacks(model))
-    for _ in range(3 * len(stacks) + 1):
+    runs: Runs | None = Runs()
+    for _ in range(3 * len(stacks) + 2):
         try:
-            return _capture(model, example_inputs, outputs, title, stacks, dtype, fixed, knowledge)
+            return _capture(model, example_inputs, outputs, title, stacks, dtype, fixed, knowledge, runs)
         except FoldError as error:
             if not any(stack.folded for stack in stacks):
                 raise CaptureError(str(error), where=title) from error
@@ -136,6 +139,10 @@ def _folded(
         except CaptureError as error:
             if not any(stack.folded for stack in stacks) or _needs_values(error):
                 raise
+            if runs is not None and runs.all:
+                _log.info("%s: %s; tracing left-out layers one by one", title, error)
+                runs = None
+                continue
             _log.info("%s: %s; tracing all layers", title, error)
             stacks = tuple(stack.whole() for stack in stacks)
     raise AssertionError("every turn traces more layers")
@@ -163,10 +170,12 @@ def _capture(
     dtype: torch.dtype | None,
     fixed: Mapping[str, Tensor],
     knowledge: Knowledge | None,
+    runs: Runs | None,
     unpacked: frozenset[str] = frozenset(),
 ) -> Program:
+    """Capture with the layers traced that `stacks` keep; left-out ones in `runs`, or one by one."""
     folded = [number for number, stack in enumerate(stacks) if stack.folded]
-    boundaries = Boundaries(stacks)
+    boundaries = Boundaries(stacks, runs)
     with fake_mode():
 
         def fake(tensor: Tensor) -> Tensor:
@@ -194,6 +203,8 @@ def _capture(
         ):
             exported = _export(copy, inputs, outputs, title)
     boundaries.check()
+    if runs is not None:
+        runs.expand(exported.graph)
     notes += knowledge.notes if knowledge else []
     state, placeholders, tied, constants = _state(exported, model)
     user_inputs = _user_inputs(exported, inputs)
@@ -220,7 +231,7 @@ def _capture(
     unread = with_unread_pieces(all_state)
     if unread:  # by blocks of which a result is not used: the parameter is then better whole than in part
         return _capture(
-            model, example_inputs, outputs, title, stacks, dtype, fixed, knowledge, unpacked | unread
+            model, example_inputs, outputs, title, stacks, dtype, fixed, knowledge, runs, unpacked | unread
         )
     return Program(
         name=title,
@@ -292,7 +303,7 @@ def _export(
     model: nn.Module, inputs: Mapping[str, Any], outputs: Sequence[str], title: str
 ) -> ExportedProgram:
     _select_outputs(model, outputs, title)
-    with warnings.catch_warnings(), _quiet(), transformers_attention(model, "position_ids" in inputs):
+    with warnings.catch_warnings(), _quiet(), losses_and_attention(model, inputs):
         warnings.simplefilter("ignore")
         try:
             exported = torch.export.export(model, (), dict(inputs), strict=False)
@@ -337,7 +348,7 @@ def _select_outputs(model: nn.Module, wanted: Sequence[str], title: str) -> None
                 where=title,
                 hint="to pass labels so that the model returns a loss, or to name another output",
             )
-        return {name: named[name] for name in wanted}
+        return {name: settled(named[name]) for name in wanted}
 
     model.forward = selected
 
@@ -478,22 +489,3 @@ def _outputs(exported: ExportedProgram) -> dict[str, Node]:
     structure = exported.call_spec.out_spec
     assert structure is not None
     return {**structure.unflatten(user), **updates}
-
-
-@contextlib.contextmanager
-def transformers_attention(model: nn.Module, packed: bool) -> Iterator[None]:
-    """While capturing a module with a Transformers model in it: attention is one op, causality and windows are flags
-    instead of a mask tensor, and grouped key/value heads stay grouped.
-
-    Tracing makes Transformers build masks it would skip in eager mode, because it cannot look at values: one for
-    padding that may not be there and one for sequences packed into a row. Without an attention mask there is no
-    padding, and without position ids (`packed`) there are no packed sequences.
-    """
-    theirs = ("transformers.", "transformers_modules")
-    if not any(type(module).__module__.startswith(theirs) for module in model.modules()):
-        yield
-        return
-    from autopar.passes.transformers_capture import attention_for_capture
-
-    with attention_for_capture(model, packed):
-        yield

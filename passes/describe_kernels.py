@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
+from autopar.cost.block_storage import KEEPS_RESULT, PRODUCTS
 from autopar.cost.compute import LINEAR, kind_of
-from autopar.cost.lifetimes import KEEPS_RESULT, PRODUCTS
 from autopar.passes.describe_facts import Facts
 from autopar.problem import Op
 from autopar.program import Call

@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import copy
 import re
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import nn
@@ -42,11 +44,15 @@ class Stack:
     copies: int = 2
     shared: bool = False
 
-    @property
+    @cached_property
     def kept(self) -> frozenset[int]:
-        return frozenset(
-            index for index, kind in enumerate(self.kinds) if self.kinds[:index].count(kind) < self.copies
-        )
+        met: Counter[int] = Counter()
+        kept = []
+        for index, kind in enumerate(self.kinds):
+            if met[kind] < self.copies:
+                kept.append(index)
+            met[kind] += 1
+        return frozenset(kept)
 
     @property
     def folded(self) -> bool:

@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from autopar.errors import CaptureError
+from autopar.passes.pending import settled
 from autopar.torch_private import pytree, version
 
 torch.library.define("autopar::function", "(Tensor[] values, str key, str outputs) -> Tensor[]")
@@ -65,6 +66,7 @@ class Functions:
 
         def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
             plain = original.__func__
+            args = tuple(settled(argument) for argument in args)
             if f"{cls.__module__}.".startswith(_TORCH):
                 return plain(cls, *args, **kwargs)
             return self._applied(cls, lambda *a, **k: plain(cls, *a, **k), args, kwargs)

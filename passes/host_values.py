@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from autopar.passes.pending import settled
 from autopar.torch_private import outside_of_modes, plain_dispatch, pytree
 
 # Inputs that tell how others are cut, by what they are called (Transformers 5.24: image_grid_thw, image_sizes,
@@ -49,6 +50,10 @@ FACTORIES = frozenset(
         torch.as_tensor,
     )
 )
+
+
+# Frames between a caller and `HostFactories`.
+_BETWEEN = ("torch.", "autopar.passes.pending")
 
 
 class HostTensor(Tensor):
@@ -81,7 +86,7 @@ class HostTensor(Tensor):
 
 
 def _plain(leaf: Any) -> Any:
-    return leaf.as_subclass(Tensor) if isinstance(leaf, HostTensor) else leaf
+    return leaf.as_subclass(Tensor) if isinstance(leaf, HostTensor) else settled(leaf)
 
 
 def _host(leaf: Any) -> Any:
@@ -114,7 +119,7 @@ class HostFactories(TorchFunctionMode):
         if tensors:
             return func(*args, **kwargs)
         caller = sys._getframe(1)
-        while caller.f_globals.get("__name__", "").startswith("torch."):
+        while caller.f_globals.get("__name__", "").startswith(_BETWEEN):
             if caller.f_back is None:
                 return func(*args, **kwargs)
             caller = caller.f_back

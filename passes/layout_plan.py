@@ -3,14 +3,13 @@
 In:  what the layout search found, the Program and Problem it was described from.
 Out: a Plan whose mesh is pp, dp, fsdp, cp, tp, and whose blocks say how every tensor lies.
 
-The placement is made on (data, tp) at the layout's micro-batch; the sequence is then split over cp wherever a value
-or op has it, and experts over ep, as the layout says.
+The placement is made at the layout's micro-batch, on the mesh that the runtime joins: data, ep, cp and tp.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -33,12 +32,12 @@ from autopar.passes.layout_search import Found
 from autopar.passes.layout_sensitivity import steadier
 from autopar.passes.layout_space import Space
 from autopar.passes.placement import solve
-from autopar.passes.plan_writer import axes_of, block_part, head_of, state_of
+from autopar.passes.plan_writer import axes_of, block_part, head_of, on_mesh, state_of
 from autopar.passes.propagate import check_fixed
-from autopar.plans import Alternative, DataPart, Plan, PredictedPart
+from autopar.plan_parts import Alternative, DataPart, PredictedPart
+from autopar.plans import Plan
 from autopar.problem import Problem, Solution
 from autopar.program import Program
-from autopar.sharding import Sharding
 from autopar.workload import Workload
 
 OBJECTIVES = ("time", "memory", "robust")
@@ -172,8 +171,10 @@ def write_layout_plan(
     best, layout = found.best, found.best.layout
     sizes = layout.mesh_sizes()
     mesh = Mesh.of(sizes)
-    solution = _spread(problem, _place(problem, layout, cluster, batch), layout)
-    whole = Mesh.of({**mesh.sizes, "ep": layout.ep, "etp": layout.etp})
+    run = Mesh.of({axis: size for axis, size in layout.run_sizes().items() if axis != "pp"})
+    micro_batches = batch // (layout.dp * layout.mbs)
+    problem = problem.with_batch(batch // micro_batches)
+    solution = on_mesh(_place(problem, layout, cluster, micro_batches), run)
     step_s = best.step_s
     peak = cluster.device.peak("fp32" if layout.precision == "fp32" else "bf16")
     flops = workload.flops_per_token() * batch * workload.seq
@@ -182,15 +183,15 @@ def write_layout_plan(
     return Plan.model_validate(
         {
             **head_of(program, cluster, mesh, task),
-            "data": DataPart(batch=batch, seq=workload.seq, micro_batches=batch // (layout.dp * layout.mbs)),
+            "data": DataPart(batch=batch, seq=workload.seq, micro_batches=micro_batches),
             "precision": layout.precision,
             "recompute": layout.recompute,
             "zero": layout.zero,
-            "axes": axes_of(problem, solution, whole),
+            "axes": axes_of(problem, solution, run),
             "blocks": {
-                name: block_part(program, problem, solution, whole, name) for name in program.multiplicity
+                name: block_part(program, problem, solution, run, name) for name in program.multiplicity
             },
-            "state": state_of(program, solution, mesh, layout.zero),
+            "state": state_of(program, solution, zero_axes(layout, run) if layout.zero == 3 else ()),
             "predicted": PredictedPart(
                 step_time_s=step_s,
                 tokens_per_s=batch * workload.seq / step_s,
@@ -213,6 +214,12 @@ def write_layout_plan(
     )
 
 
+def zero_axes(layout: Layout, mesh: Mesh) -> tuple[str, ...]:
+    """The axes over which ZeRO splits what the ranks along them would hold the same of."""
+    axes = ("fsdp", "ep", "cp") if layout.zero == 3 else ("dp", "fsdp", "ep", "cp") if layout.zero else ()
+    return tuple(axis for axis in axes if mesh.sizes.get(axis, 1) > 1)
+
+
 def padded(workload: Workload, layout: Layout) -> list[str]:
     """What is to be said of a vocabulary that tp does not divide."""
     vocab, tp = workload.vocab, layout.tp
@@ -224,11 +231,10 @@ def padded(workload: Workload, layout: Layout) -> list[str]:
     ]
 
 
-def _place(problem: Problem, layout: Layout, cluster: Cluster, batch: int) -> Solution:
-    """The placement of a micro-batch's ops on (data, tp)."""
-    micro_batches = batch // (layout.dp * layout.mbs)
-    mesh = mesh_of(dp=layout.dp, tp=layout.tp)
-    small = problem.with_batch(batch // micro_batches)
+def _place(small: Problem, layout: Layout, cluster: Cluster, micro_batches: int) -> Solution:
+    """The placement of a micro-batch's ops on the mesh that the runtime joins, its data axes one."""
+    sizes = layout.run_sizes()
+    mesh = mesh_of(dp=sizes["dp"] * sizes["fsdp"], ep=sizes["ep"], cp=sizes["cp"], tp=sizes["tp"])
     precision = layout.precision if layout.precision in PRECISIONS else "bf16"
     prices = Prices.of(cluster, mesh, precision, small, micro_batches=micro_batches)
     prices = Prices.of(
@@ -236,11 +242,11 @@ def _place(problem: Problem, layout: Layout, cluster: Cluster, batch: int) -> So
         parameter_s=step.parameter_s(prices, micro_batches), micro_batches=micro_batches,
     )  # fmt: skip
     if layout.sp and layout.tp > 1:
-        small = replace(small, fixed=dict(small.fixed) | _as_priced(small, layout.tp))
+        small = replace(small, fixed=dict(small.fixed) | _as_priced(small, layout))
     return solve(small, mesh, prices)
 
 
-def _as_priced(problem: Problem, tp: int) -> dict[str, dict[str, str | None]]:
+def _as_priced(problem: Problem, layout: Layout) -> dict[str, dict[str, str | None]]:
     """What the layout's price takes for granted, where it divides and the user fixed nothing else: products of heads,
     ffn and vocabulary split there, and what lies between on the residual stream split over the sequence."""
     found: dict[str, dict[str, str | None]] = {}
@@ -255,51 +261,15 @@ def _as_priced(problem: Problem, tp: int) -> dict[str, dict[str, str | None]]:
             wanted = {SEQUENCE}
         else:
             continue
+        ways = layout.tp * (layout.cp if SEQUENCE in wanted else 1)
         able = [
             factor
             for factor in op.rule.splittable()
-            if op.logical.get(factor) in wanted and op.rule.sizes[factor] % tp == 0
+            if op.logical.get(factor) in wanted and op.rule.sizes[factor] % ways == 0
         ]
         if len(able) == 1:
             found[op.name] = {**chosen, "tp": able[0]}
     return found
-
-
-def _spread(problem: Problem, solution: Solution, layout: Layout) -> Solution:
-    """The solution with its data axis spelled as dp and fsdp, the sequence over cp and experts over ep."""
-    data = tuple(axis for axis, size in (("dp", layout.dp // layout.fsdp), ("fsdp", layout.fsdp)) if size > 1)
-
-    def spelled(axes: tuple[str, ...]) -> tuple[str, ...]:
-        return tuple(name for axis in axes for name in (data if axis == "dp" else (axis,)))
-
-    def over(logical: str, size: int, ways: int) -> tuple[str, ...]:
-        if logical == SEQUENCE and layout.cp > 1 and size % (layout.cp * ways) == 0:
-            return ("cp",)
-        if logical == EXPERT and layout.ep > 1 and size % (layout.ep * ways) == 0:
-            return ("ep",)
-        return ()
-
-    mesh_sizes = {"dp": layout.dp, "tp": layout.tp}
-    shardings: dict[str, Sharding] = {}
-    for name, sharding in solution.shardings.items():
-        value = problem.values[name]
-        dims = []
-        for axes, size, logical in zip(sharding.dims, value.info.shape, value.axes, strict=True):
-            ways = math.prod(mesh_sizes[axis] for axis in axes)
-            dims.append((*over(logical, size, ways), *spelled(axes)))
-        shardings[name] = Sharding(tuple(dims), spelled(sharding.sums))
-    choices: dict[str, Mapping[str, str | None]] = {}
-    for op in problem.ops:
-        choice = {
-            new: factor
-            for axis, factor in solution.choices[op.name].items()
-            for new in (data if axis == "dp" else (axis,))
-        }
-        for factor, logical in op.logical.items():
-            if op.rule is not None and (axes := over(logical, op.rule.sizes.get(factor, 1), 1)):
-                choice.setdefault(axes[0], factor)
-        choices[op.name] = choice
-    return Solution(choices, shardings, solution.cost_s, solution.objective_s)
 
 
 def alternatives(found: Found) -> list[Alternative]:

@@ -20,7 +20,7 @@ from autopar import attention_steps, collectives, expert_steps, index_steps, nor
 from autopar.errors import ShardingError
 from autopar.mesh import Mesh
 from autopar.problem import Op
-from autopar.rules.attention import ROWS_AND_KEYS
+from autopar.rules.attention import RINGS
 from autopar.rules.rule import PAIR, Sharded
 
 
@@ -90,7 +90,8 @@ def attention(build: Builder, node: Node, op: Op, sharded: Sharded, operands: Se
     remaining = iter(operands)
     args = map_arg(node.args, lambda _: next(remaining))
     options = dict(map_arg(dict(node.kwargs), lambda _: next(remaining)))
-    ring = sharded.by_factor.get(PAIR.join(ROWS_AND_KEYS), ())
+    way = next((way for way in RINGS if way in sharded.by_factor), None)
+    ring = sharded.by_factor[way] if way else ()
     if len(ring) > 1:
         raise ShardingError(f"{op.kind}: keys travel around a ring of one axis, not of {ring}", where=op.name)
     query = sharded.uses[0].sharding.dims
@@ -100,6 +101,8 @@ def attention(build: Builder, node: Node, op: Op, sharded: Sharded, operands: Se
     if ring:
         mask = op.rule.operands[3] if node.args[3:4] and node.args[3] is not None else ()
         options["ring_group"] = ring[0]
+        if way != RINGS[0]:
+            options["zigzag"] = True
         options["key_mask"] = mask[-1:] == (("k",),) and mask[-2:-1] in ((), ((),))
     for joint in op.rule.joint:
         if joint in sharded.by_factor:

@@ -10,7 +10,7 @@ Out: the same graph, with
      - `view` as `reshape`: a kernel may lay out a local piece otherwise than the whole;
      - `type_as(x, y)` as a cast: the sharding of y, of which only the dtype is read, is then free;
      - `cat` without empty pieces;
-     - attention of every kind as `autopar.attention` (see `normalize_attention`);
+     - attention of every kind as `autopar.attention` (see `normalize_attention`, `attention_pieces`), experts and CTC losses as ours;
      - `cross_entropy_loss(view(logits), view(labels))` as `autopar.cross_entropy(logits, labels)` on the unflattened
        tokens, so that batch and sequence can be split apart.
 """
@@ -21,7 +21,9 @@ import torch
 from torch.fx import Graph, Node
 
 from autopar import functional
+from autopar.ctc_functions import CTC_LOSS, ctc_loss
 from autopar.expert_functions import ONE_OP, experts
+from autopar.passes.attention_pieces import pieces_as_batch
 from autopar.passes.normalize_attention import one_attention, plain_attention
 from autopar.passes.normalize_ops import (
     CONVOLUTIONS,
@@ -70,6 +72,8 @@ def normalize(graph: Graph, outputs: set[Node]) -> None:
             plain_attention(node)
         elif node.target is ONE_OP:
             node.target = experts
+        elif node.target is CTC_LOSS:
+            node.target = ctc_loss
         elif node.target in CONVOLUTIONS and has_bias(node):
             split_convolution_bias(graph, node)
         elif node.target is aten.copy.default:
@@ -82,6 +86,7 @@ def normalize(graph: Graph, outputs: set[Node]) -> None:
             equal_bags(graph, node)
         elif node.target is aten.cross_entropy_loss.default:
             _unflatten_loss(graph, node)
+    pieces_as_batch(graph)
 
 
 def _drop_empty_pieces(node: Node) -> None:

@@ -31,7 +31,7 @@ CONVOLUTIONS = frozenset(
 )  # fmt: skip
 
 
-def _insert(graph: Graph, before: Node, target: Any, *args: Any, **kwargs: Any) -> Node:
+def insert(graph: Graph, before: Node, target: Any, *args: Any, **kwargs: Any) -> Node:
     """A node that stands for a part of `before`, with its meta; shape and dtype by running the op on fake tensors."""
     with graph.inserting_before(before):
         node = graph.call_function(target, args, kwargs)
@@ -53,8 +53,8 @@ def split_convolution_bias(graph: Graph, node: Node) -> None:
     weight, target = node.args[1], node.target
     assert isinstance(weight, Node)
     space = weight.meta["val"].dim() - 2
-    product = _insert(graph, node, target, *node.args[:2], None, *node.args[3:], **node.kwargs)
-    column = _insert(graph, node, aten.reshape.default, bias, [-1, *[1] * space])
+    product = insert(graph, node, target, *node.args[:2], None, *node.args[3:], **node.kwargs)
+    column = insert(graph, node, aten.reshape.default, bias, [-1, *[1] * space])
     column.args = (bias, [bias.meta["val"].shape[0], *[1] * space])
     node.target, node.args, node.kwargs = aten.add.Tensor, (product, column), {}
 
@@ -66,7 +66,7 @@ def copy_as_expansion(graph: Graph, node: Node) -> None:
     assert isinstance(source, Node)
     wanted, found = target.meta["val"], source.meta["val"]
     if found.dtype != wanted.dtype:
-        source = _insert(graph, node, aten._to_copy.default, source, dtype=wanted.dtype)
+        source = insert(graph, node, aten._to_copy.default, source, dtype=wanted.dtype)
     if found.shape != wanted.shape:
         node.target, node.args, node.kwargs = aten.expand.default, (source, list(wanted.shape)), {}
     else:
@@ -76,7 +76,7 @@ def copy_as_expansion(graph: Graph, node: Node) -> None:
 def classes_last(graph: Graph, node: Node, logits: Node) -> Node:
     """Logits [n, classes, ...] as [n, ..., classes]."""
     rank = logits.meta["val"].dim()
-    return _insert(graph, node, aten.permute.default, logits, [0, *range(2, rank), 1])
+    return insert(graph, node, aten.permute.default, logits, [0, *range(2, rank), 1])
 
 
 def broadcast_by_expansion(node: Node) -> None:
@@ -110,7 +110,7 @@ def index_add_as_sum(graph: Graph, node: Node) -> None:
     value = x.meta["val"]
     if value.dim() == 0 or value.dtype != source.meta["val"].dtype or not value.is_floating_point():
         return
-    added = _insert(graph, node, index_sum, source, index, dim, value.shape[dim])
+    added = insert(graph, node, index_sum, source, index, dim, value.shape[dim])
     node.target, node.args, node.kwargs = aten.add.Tensor, (x, added), {}
 
 
@@ -138,11 +138,11 @@ def equal_bags(graph: Graph, node: Node) -> None:
     shape = ids.meta["val"].shape
     if len(shape) != 2 or list(offsets.args[:3]) != [0, shape[0] * shape[1], shape[1]]:
         return
-    rows = _insert(graph, node, aten.embedding.default, weight, ids)
+    rows = insert(graph, node, aten.embedding.default, weight, ids)
     weights = given.get("per_sample_weights")
     if isinstance(weights, Node):
-        matrix = _insert(graph, node, aten.reshape.default, weights, [*shape, 1])
-        rows = _insert(graph, node, aten.mul.Tensor, rows, matrix)
-    result = _insert(graph, node, aten.mean.dim if given.get("mode") else aten.sum.dim_IntList, rows, [1])
+        matrix = insert(graph, node, aten.reshape.default, weights, [*shape, 1])
+        rows = insert(graph, node, aten.mul.Tensor, rows, matrix)
+    result = insert(graph, node, aten.mean.dim if given.get("mode") else aten.sum.dim_IntList, rows, [1])
     for user in list(node.users):
         user.target, user.args = aten.alias.default, (result,)

@@ -17,16 +17,8 @@ from autopar.cost.prices import Prices
 from autopar.mesh import Mesh
 from autopar.passes.candidates import active_axes
 from autopar.passes.pricing import Pricer, arriving, makers
-from autopar.plans import (
-    Alternative,
-    BlockPart,
-    DataPart,
-    ModelPart,
-    Plan,
-    PredictedPart,
-    Unruled,
-    fingerprint,
-)
+from autopar.plan_parts import Alternative, BlockPart, DataPart, ModelPart, PredictedPart, Unruled
+from autopar.plans import Plan, fingerprint
 from autopar.problem import Problem, Solution
 from autopar.program import Program
 from autopar.sharding import Sharding
@@ -90,7 +82,7 @@ def write_plan(
             "blocks": {
                 name: block_part(program, problem, solution, mesh, name) for name in program.multiplicity
             },
-            "state": state_of(program, solution, mesh, 3 if mesh.sizes["fsdp"] > 1 else 0),
+            "state": state_of(program, solution, [axis for axis in active_axes(mesh) if axis == "fsdp"]),
             "predicted": PredictedPart(
                 step_time_s=step_time_s,
                 tokens_per_s=batch * seq / step_time_s,
@@ -194,10 +186,9 @@ def block_part(program: Program, problem: Problem, solution: Solution, mesh: Mes
     )
 
 
-def state_of(program: Program, solution: Solution, mesh: Mesh, zero: int) -> dict[str, str]:
-    """Every parameter of the model as it is stored. ZeRO-3 cuts the rows of each tp piece over fsdp, and cp beside it;
-    those of experts already lie on the ranks of ep, which are some of these."""
-    rows = tuple(axis for axis in ("fsdp", "cp") if zero == 3 and mesh.sizes.get(axis, 1) > 1)
+def state_of(program: Program, solution: Solution, rows: Sequence[str]) -> dict[str, str]:
+    """Every parameter of the model as it is stored: ZeRO-3 cuts the rows of each rank's piece over the axes `rows`,
+    but those on which the ranks have other parameters already (of experts, ep)."""
     where: dict[str, str] = {}
     for call in program.calls:
         for node, state in zip(program.blocks[call.block].state, call.state, strict=True):
@@ -207,8 +198,9 @@ def state_of(program: Program, solution: Solution, mesh: Mesh, zero: int) -> dic
         if info.kind != "parameter" or state not in where:
             continue
         sharding = solution.shardings[where[state]]
-        if rows and sharding.dims and "ep" not in sharding.axes:
-            sharding = sharding.with_dim(0, (*sharding.dims[0], *rows))
+        free = tuple(axis for axis in rows if axis not in sharding.axes)
+        if free and sharding.dims:
+            sharding = sharding.with_dim(0, (*sharding.dims[0], *free))
         texts[state] = sharding.format(info.shape)
     return texts
 

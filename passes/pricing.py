@@ -14,12 +14,12 @@ from functools import lru_cache
 from autopar.cost.compute import Work, matmul_side, works
 from autopar.cost.experts import inside, is_experts
 from autopar.cost.prices import Prices
-from autopar.cost.ring import moves, ring_s
+from autopar.cost.ring import Ring, moves, ring_s
 from autopar.errors import ShardingError
 from autopar.mesh import Mesh
-from autopar.passes.candidates import RING, TOKEN_AXES, Candidate, active_axes, of_choice, whole_candidate
+from autopar.passes.candidates import TOKEN_AXES, Candidate, active_axes, of_choice, whole_candidate
 from autopar.problem import Choice, Op, Problem, Value
-from autopar.rules.attention import WINDOW, row_excess, visible_share
+from autopar.rules.attention import RINGS, WINDOW, row_excess, visible_share
 from autopar.sharding import Sharding, Step, Use, reshard_steps
 
 FORWARD, BACKWARD = "forward compute", "backward compute"
@@ -81,8 +81,9 @@ class Pricer:
         if is_experts(op):
             forward, backward = self._experts_s(op, candidate)
             return found[0] + forward, found[1] + (backward if any(work.backward) else 0.0)
-        if RING in candidate.by_factor:
-            forward, backward = self._ring_s(op, candidate)
+        ring = self._ring(op, candidate)
+        if ring is not None:
+            forward, backward = self._ring_s(ring)
             return found[0] + forward, found[1] + (backward if any(work.backward) else 0.0)
         return found
 
@@ -93,29 +94,35 @@ class Pricer:
             item = self.prices.item_bytes[self.problem.values[op.operands[0]].info.dtype]
             each = 2 * item * sum(within.sent_elements)
             return sum(each * (self.sizes[axis] - 1) / self.sizes[axis] for axis in within.pairs)
-        if RING in candidate.by_factor:
-            _, held, gradients, count = self._ring(op, candidate)
-            return 2 * count * held + (count + 1) * gradients
-        return 0.0
+        ring = self._ring(op, candidate)
+        return 0.0 if ring is None else ring.sent_bytes
 
-    def _ring(self, op: Op, candidate: Candidate) -> tuple[str, float, float, int]:
-        """The axis of a ring, the bytes of keys and values on one rank, those of their gradients, and how often keys
-        move."""
+    def _ring(self, op: Op, candidate: Candidate) -> Ring | None:
+        """What attention sends around the ring of its ranks, if it has one."""
+        way = next((way for way in RINGS if way in candidate.by_factor), None)
+        if way is None:
+            return None
         assert op.rule is not None
-        (axis,) = candidate.by_factor[RING]
+        (axis,) = candidate.by_factor[way]
         keys = self.problem.values[op.operands[1]]
         exact = max(4, self.prices.item_bytes[keys.info.dtype]) / self.prices.item_bytes[keys.info.dtype]
-        held = sum(
+        query, key, value = (
             self.bytes[name] / self.ways(use.sharding)
-            for name, use in zip(op.operands[1:3], candidate.uses[1:3], strict=True)
+            for name, use in zip(op.operands[:3], candidate.uses[:3], strict=True)
         )
-        count = moves(self.sizes[axis], visible_share(op.rule), windowed=op.rule.lowering == WINDOW)
-        return axis, held, exact * held, count
+        made = self.bytes[op.results[0]] / self.ways(candidate.results[0])
+        return Ring(
+            axis,
+            held_bytes=key + value,
+            gradient_bytes=exact * (key + value),
+            count=moves(self.sizes[axis], visible_share(op.rule), windowed=op.rule.lowering == WINDOW),
+            exchanged_bytes=query + key + value + made if way != RINGS[0] else 0.0,
+        )
 
-    def _ring_s(self, op: Op, candidate: Candidate) -> tuple[float, float]:
+    def _ring_s(self, ring: Ring) -> tuple[float, float]:
         """(forward, backward) seconds of what attention sends around its ring."""
-        axis, held, gradients, count = self._ring(op, candidate)
-        return ring_s(self.prices.cluster, self.sizes[axis], self.mesh.stride(axis), held, gradients, count)
+        size, stride = self.sizes[ring.axis], self.mesh.stride(ring.axis)
+        return ring_s(self.prices.cluster, size, stride, ring)
 
     def _experts_s(self, op: Op, candidate: Candidate) -> tuple[float, float]:
         """(forward, backward) seconds of what experts do beside their products: rows put in order and what is between

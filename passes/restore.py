@@ -17,7 +17,7 @@ from autopar.sharding import Sharding
 
 def solution_of(plan: Plan, problem: Problem) -> Solution:
     """Choices and shardings of `plan`, over the values and ops of `problem`."""
-    mesh = plan.parsed_mesh
+    mesh = plan.run_mesh
     known = {op.name for op in problem.ops}
     choices: dict[str, dict[str, str | None]] = {op.name: {} for op in problem.ops}
     blocks = {name.partition("/")[0] for name in problem.values}
@@ -84,7 +84,7 @@ def _checked(text: str, value: Value, plan: Plan) -> Sharding:
             hint="a new plan",
         )
     try:
-        sharding.local_shape(shape, plan.parsed_mesh)
+        sharding.local_shape(shape, plan.run_mesh)
     except ShardingError as error:
         raise PlanError(error.what, where=f"plan.blocks, {value.name}", hint="a new plan") from None
     return sharding

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 
 from autopar.cluster import Cluster
 from autopar.cost import lifetimes, memory, step
+from autopar.cost.alive import BUFFERS
 from autopar.cost.prices import Prices
 from autopar.errors import ConstraintError, InfeasibleError, UsageError
 from autopar.mesh import Mesh
@@ -270,7 +271,7 @@ class _Work:
             copy_bytes=2 if self.precision == "bf16" else 4,
             overlap=prices.fused,
         )
-        passing = sum(kinds[kind] for kind in (memory.BUFFERS, *memory.SCALING))
+        passing = sum(kinds[kind] for kind in (BUFFERS, *memory.SCALING))
         kinds[memory.FRAGMENTS] = memory.FRAGMENTATION * passing
         kinds[memory.RESERVED] = self.cluster.device.reserved_bytes
         return kinds

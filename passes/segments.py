@@ -12,6 +12,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
@@ -66,6 +67,11 @@ class Group:
     @property
     def traced(self) -> list[Marked]:
         return [member for member in self.live if member.call.traced]
+
+    @cached_property
+    def twins(self) -> list[Marked]:
+        """The last two traced calls."""
+        return [member for member in self.members if member.call.traced][-2:]
 
     def same(self, position: int) -> int:
         """The first position at which every call has the same tensor as at this one."""
@@ -144,38 +150,61 @@ class Segment:
 
 def live_nodes(marks: Marks, wanted: Sequence[Node]) -> set[Node]:
     """The nodes that the wanted ones need. All live calls of a group use the same arguments and results."""
-    needed: set[Node] = set()
-    todo: list[Node] = []
-
-    def need(node: Node) -> None:
-        if node not in needed:
-            needed.add(node)
-            todo.append(node)
-
+    work = _Liveness(marks)
     for node in wanted:
-        need(node)
-    while todo:
-        while todo:
-            node = todo.pop()
-            item = marks.item(node)
-            if item is None:
-                for operand in node.all_input_nodes:
-                    need(operand)
-            elif marks.is_argument(node):
-                marks.group(item[0]).positions.add(item[1])
-            else:
-                item[0].live = True
-                marks.group(item[0]).slots.add(item[1])
-        for group in marks.groups.values():
-            if any(not member.call.traced for member in group.live):
-                for member in [member for member in group.members if member.call.traced][-2:]:
-                    member.live = True
-            for member in group.live:
-                for position in group.positions:
-                    need(member.operand(position))
-                for slot in group.slots if member.call.traced else ():
-                    need(member.result(slot))
-    return needed
+        work.need(node)
+    while work.todo:
+        work.follow(work.todo.pop())
+    return work.needed
+
+
+class _Liveness:
+    """The nodes found to be needed, and those of them whose operands were not looked at yet."""
+
+    def __init__(self, marks: Marks) -> None:
+        self.marks = marks
+        self.needed: set[Node] = set()
+        self.todo: list[Node] = []
+
+    def need(self, node: Node) -> None:
+        if node not in self.needed:
+            self.needed.add(node)
+            self.todo.append(node)
+
+    def follow(self, node: Node) -> None:
+        item = self.marks.item(node)
+        if item is None:
+            for operand in node.all_input_nodes:
+                self.need(operand)
+            return
+        member, number = item
+        group = self.marks.group(member)
+        if self.marks.is_argument(node):
+            if number not in group.positions:
+                group.positions.add(number)
+                for other in group.live:
+                    self.need(other.operand(number))
+            return
+        if number not in group.slots:
+            group.slots.add(number)
+            for other in group.traced:
+                self.need(other.result(number))
+        self.enliven(member)
+
+    def enliven(self, member: Marked) -> None:
+        """`member` is needed, and where it was left out, the traced ones that it is like."""
+        if member.live:
+            return
+        member.live = True
+        group = self.marks.group(member)
+        for position in group.positions:
+            self.need(member.operand(position))
+        if member.call.traced:
+            for slot in group.slots:
+                self.need(member.result(slot))
+            return
+        for other in group.twins:
+            self.enliven(other)
 
 
 def cut(

@@ -74,13 +74,22 @@ def cut_stages(program: RankProgram, layers: int | Sequence[int]) -> tuple[Stage
     """
     starts = [index for index, call in enumerate(program.calls) if call.path]
     counts = _even(layers, len(starts)) if isinstance(layers, int) else tuple(layers)
-    if any(count < 1 for count in counts) or sum(counts) != len(starts) or not counts:
+    bare = any(count < 1 for count in counts[1:-1]) or (bool(counts) and min(counts) < 0)
+    if bare or sum(counts) != len(starts) or not counts:
         raise UsageError(
             f"{len(starts)} layers cannot be cut into stages of {', '.join(map(str, counts)) or 'none'}",
             where=program.name,
-            hint=f"at least one for each stage, {len(starts)} in all",
+            hint=f"at least one for each stage but the first and the last, {len(starts)} in all",
         )
-    bounds = [0, *(starts[sum(counts[:done])] for done in range(1, len(counts))), len(program.calls)]
+    # A last stage without layers has what comes after them.
+    firsts = [*starts, starts[-1] + 1 if starts else 0]
+    bounds = [0, *(firsts[sum(counts[:done])] for done in range(1, len(counts))), len(program.calls)]
+    if any(first >= end for first, end in itertools.pairwise(bounds)):
+        raise UsageError(
+            f"with stages of {', '.join(map(str, counts))} layers one has nothing to do",
+            where=program.name,
+            hint="at least one layer for each stage",
+        )
     pieces = [program.calls[first:end] for first, end in itertools.pairwise(bounds)]
     _, gradients = flowing(program)
     made = [{value for call in piece for value in call.outputs} for piece in pieces]

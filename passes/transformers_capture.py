@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +26,9 @@ import torch
 from torch import Tensor, nn
 
 from autopar.functional import ATTENTION
+from autopar.passes.ctc_capture import ctc_for_capture
 from autopar.passes.mask_flags import Flags, note, noted
+from autopar.passes.transformers_recurrences import short_recurrences
 from autopar.rules.call import words
 
 # What eager attention functions read and call (Transformers 5.24), and the arguments they have.
@@ -273,3 +275,21 @@ def attention_for_capture(model: nn.Module, packed: bool) -> Iterator[None]:
         makes.update(before[1])
         AttentionInterface.get_interface = get_interface
         masking_utils.find_packed_sequence_indices = find
+
+
+@contextlib.contextmanager
+def losses_and_attention(model: nn.Module, inputs: Mapping[str, Any]) -> Iterator[None]:
+    """While capturing: CTC losses are one op; with a Transformers model in the module attention is one too, causality and
+    windows are flags instead of a mask tensor, grouped key/value heads stay grouped, and recurrences are short.
+
+    Tracing makes Transformers build masks it would skip in eager mode, because it cannot look at values: one for
+    padding that may not be there and one for sequences packed into a row. Without an attention mask there is no
+    padding, and without position ids there are no packed sequences.
+    """
+    theirs = ("transformers.", "transformers_modules")
+    with ctc_for_capture():
+        if not any(type(module).__module__.startswith(theirs) for module in model.modules()):
+            yield
+            return
+        with attention_for_capture(model, "position_ids" in inputs), short_recurrences(model):
+            yield

@@ -95,11 +95,13 @@ def stacked(module: Any, texts: Texts) -> None:
     def forward(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         packed, down = _packed(module), module.down_proj
         packed_bias = None
-        if packed.shape[0] > known_experts:  # further rows for experts that do nothing
-            packed = packed.narrow(0, 0, known_experts)
         if biased:
             packed_bias = module.gate_up_proj_bias if gated else module.up_proj_bias
         gate, up = _halves(packed, 2 if transposed else 1, inner.layout)
+        if (
+            packed.shape[0] > known_experts
+        ):  # further rows for experts that do nothing; of each half, so that these are
+            gate, up = _first(gate, known_experts), _first(up, known_experts)  # pieces of the parameter
         gate_bias, up_bias = _halves(packed_bias, 1, inner.layout)
         if transposed:
             gate, up, down = _turned(gate), _turned(up), _turned(down)
@@ -126,6 +128,10 @@ def _halves(packed: Tensor | None, dim: int, layout: str) -> tuple[Tensor | None
         return packed.narrow(dim, 0, half), packed.narrow(dim, half, half)
     pairs = packed.unflatten(dim, (half, 2))
     return pairs.select(dim + 1, 0), pairs.select(dim + 1, 1)
+
+
+def _first(weight: Tensor | None, count: int) -> Any:
+    return None if weight is None else weight.narrow(0, 0, count)
 
 
 def _turned(weight: Tensor | None) -> Any:

@@ -9,9 +9,9 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import NoReturn
 
@@ -36,6 +36,17 @@ _GONE = re.compile(r"connection|broken pipe|gloo|nccl|socket|peer", re.IGNORECAS
 
 
 @dataclass(frozen=True)
+class Span:
+    """The ranks along some axes taken together, outermost axis first: `index` is this rank's place among `size`.
+    `group` is None where that is this rank alone."""
+
+    axes: tuple[str, ...]
+    size: int
+    index: int
+    group: ProcessGroup | None
+
+
+@dataclass(frozen=True)
 class Groups:
     """`group[axis]` exists for every axis larger than 1. `coordinate[axis]` is this rank's place on it."""
 
@@ -44,6 +55,41 @@ class Groups:
     device: torch.device
     group: Mapping[str, ProcessGroup]
     coordinate: Mapping[str, int]
+    _spans: dict[tuple[str, ...], Span] = field(default_factory=dict, compare=False, repr=False)
+
+    def span(self, axes: Iterable[str]) -> Span:
+        """The ranks along `axes` together; axes of size 1, or that the mesh does not have, count for nothing.
+
+        The first call for several axes makes a group: all of its ranks must make it, in the same order of spans.
+        """
+        wanted = set(axes)
+        active = tuple(axis for axis, size in self.mesh.axes if axis in wanted and size > 1)
+        if active not in self._spans:
+            self._spans[active] = self._new_span(active)
+        return self._spans[active]
+
+    def all_groups(self) -> dict[tuple[str, ...], ProcessGroup]:
+        """The groups that there are now, by their axes."""
+        found: dict[tuple[str, ...], ProcessGroup] = {(axis,): group for axis, group in self.group.items()}
+        found.update({span.axes: span.group for span in self._spans.values() if span.group is not None})
+        return found
+
+    def _new_span(self, axes: tuple[str, ...]) -> Span:
+        size, index = 1, 0
+        for axis in axes:
+            size *= self.mesh.sizes[axis]
+            index = index * self.mesh.sizes[axis] + self.coordinate[axis]
+        if not axes:
+            return Span(axes, 1, 0, None)
+        if len(axes) == 1:
+            return Span(axes, size, index, self.group[axes[0]])
+        ranks = [rank for rank in range(self.mesh.device_count) if self._agrees(rank, axes)]
+        return Span(axes, size, index, dist.new_group(ranks, use_local_synchronization=True))
+
+    def _agrees(self, rank: int, axes: tuple[str, ...]) -> bool:
+        """Whether a rank has this one's place on every axis but `axes`."""
+        place = self.mesh.coordinate(rank)
+        return all(place[axis] == self.coordinate[axis] for axis in self.mesh.names if axis not in axes)
 
     def name(self, axis: str) -> str:
         return str(self.group[axis].group_name)

@@ -6,26 +6,40 @@ Out: a callable: this rank's pieces of the inputs -> the program's outputs (whol
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
-from torch.utils.checkpoint import checkpoint
 
 from autopar import collectives
+from autopar.errors import TrainingError
 from autopar.passes.lower import RankBlock, RankProgram
 from autopar.program import Call
+from autopar.runtime.gradients import Gradients
 from autopar.runtime.groups import Groups
+from autopar.runtime.observe import Observer
+from autopar.runtime.recompute import NONE, Recompute, run_call
 from autopar.runtime.store import ParameterStore
+
+Functions = Mapping[str, Callable[..., tuple[Tensor, ...]]]
+
+
+def functions_of(program: RankProgram, groups: Groups, *, compiled: bool = False) -> Functions:
+    """What runs each unique block in this process; through `torch.compile` once, however many layers call it."""
+    bound = {name: bind(block, groups) for name, block in program.blocks.items()}
+    if not compiled:
+        return bound
+    return {name: torch.compile(graph, fullgraph=True, dynamic=False) for name, graph in bound.items()}
 
 
 class RankModel:
     """Runs the calls of a RankProgram one after the other.
 
-    `compiled`: each unique block through `torch.compile` (once, however many layers call it). `recompute`: the
-    activations of every layer are computed again in backward instead of being kept.
+    `functions`: what runs the blocks, where several models share them (default: the program's own, eager).
     """
 
     def __init__(
@@ -34,16 +48,24 @@ class RankModel:
         groups: Groups,
         store: ParameterStore,
         *,
+        functions: Functions | None = None,
         compiled: bool = False,
-        recompute: bool = False,
+        recompute: Recompute | bool = False,
     ) -> None:
-        self.program, self.groups, self.store, self.recompute = program, groups, store, recompute
+        self.program, self.groups, self.store = program, groups, store
+        if isinstance(recompute, bool):
+            recompute = Recompute("full" if recompute else NONE)
+        self.offload = recompute.offload
         self.coordinates = {axis: groups.coordinate_tensor(axis) for axis in groups.group}
-        self.functions: dict[str, Callable[..., tuple[Tensor, ...]]] = {}
-        for name, block in program.blocks.items():
-            bound = bind(block, groups)
-            self.functions[name] = torch.compile(bound, fullgraph=True, dynamic=False) if compiled else bound
+        self.functions = functions or functions_of(program, groups, compiled=compiled)
         self.last_use = _last_uses(program)
+        self.observer: Observer | None = None  # told of every call, while a run is monitored
+        layers = [index for index, call in enumerate(program.calls) if call.path]
+        self.kinds = {index: recompute.of_layer(number) for number, index in enumerate(layers)}
+
+    def gradients(self) -> Gradients:
+        """For the gradients of this model's store: one for its life, since it listens to backward."""
+        return Gradients(self.store)
 
     def local_inputs(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """This rank's pieces of whole inputs."""
@@ -52,15 +74,39 @@ class RankModel:
             for name, sharding in self.program.inputs.items()
         }
 
+    def accumulate(self, micro_batches: Sequence[Mapping[str, Tensor]]) -> tuple[float, float]:
+        """Forward and backward of whole micro-batches, one after the other. Returns the sum of their losses, each
+        times its weight (its number of labels, where the loss is a mean over labels), and the sum of the weights.
+
+        Raises TrainingError for a loss that is not finite.
+        """
+        total, weights = 0.0, 0.0
+        for number, batch in enumerate(micro_batches):
+            outputs = self(self.local_inputs(batch))
+            loss = outputs["loss"]
+            weight = weight_of(outputs, self.program, len(micro_batches))
+            value = float(loss.detach())
+            if weight == 0.0:  # without a single label the mean is undefined, and counts for nothing
+                continue
+            check_loss(value, number, len(micro_batches))
+            (loss * weight).backward()
+            self.update_buffers(outputs)
+            total += value * weight
+            weights += weight
+        return total, weights
+
+    def update_buffers(self, outputs: Mapping[str, Tensor]) -> None:
+        """What the forward makes of buffers (batch statistics) into the store."""
+        for name, value in outputs.items():
+            if name.startswith("update "):
+                self.store.set_buffer(name.removeprefix("update "), value.detach())
+
     def __call__(self, local_inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Outputs by name, and `label count` if the program counts labels."""
         values: dict[str, Tensor] = dict(local_inputs)
         for index, call in enumerate(self.program.calls):
             inputs = [values[name] for name in call.inputs]
-            if self.recompute and call.path and torch.is_grad_enabled():
-                results = checkpoint(self._run, index, call, *inputs, use_reentrant=False)
-            else:
-                results = self._run(index, call, *inputs)
+            results = self._run_as_planned(index, call, inputs)
             values.update(zip(call.outputs, results, strict=True))
             for name in self.last_use[index]:
                 values.pop(name, None)
@@ -69,18 +115,42 @@ class RankModel:
             outputs[self.program.count] = values[self.program.count]
         return outputs
 
-    def _run(self, index: int, call: Call, *inputs: Tensor) -> tuple[Tensor, ...]:
+    def _run_as_planned(self, index: int, call: Call, inputs: list[Tensor]) -> tuple[Tensor, ...]:
+        kind = self.kinds.get(index, NONE)
+        offload = self.offload and bool(call.path)
+        run = self._run if self.observer is None else partial(self.observer.run_call, self._run)
+        if not torch.is_grad_enabled() or (kind == NONE and not offload):
+            return run(index, call, False, *inputs)
+        return run_call(kind, offload, run, index, call, kind != NONE, *inputs)
+
+    def _run(self, index: int, call: Call, recomputed: bool, *inputs: Tensor) -> tuple[Tensor, ...]:
         block = self.program.blocks[call.block]
         function = self.functions[call.block]
         coordinates = [self.coordinates[axis] for axis in block.coordinates]
-        state = self.store.take(index, call.state)
+        key = (self.program.name, index)
+        state = self.store.take(key, call.state)
         # A recomputed call keeps nothing, and has its parameters again when it is run again: hooks of its own would
         # take what it saves from the checkpoint's, which then would keep all of it.
-        recomputed = self.recompute and call.path
-        if self.store.fsdp > 1 and torch.is_grad_enabled() and not recomputed:
-            with self.store.hooks(index, call.state, state):
+        if self.store.any_gathered and torch.is_grad_enabled() and not recomputed:
+            with self.store.hooks(key, call.state, state):
                 return function(*coordinates, *state, *inputs)
         return function(*coordinates, *state, *inputs)
+
+
+def weight_of(outputs: Mapping[str, Tensor], program: RankProgram, micro_batches: int) -> float:
+    """What a micro-batch's loss counts: its number of labels, where there are others to compare with."""
+    return float(outputs[program.count]) if micro_batches > 1 and program.count is not None else 1.0
+
+
+def check_loss(value: float, number: int, micro_batches: int) -> None:
+    """Raise TrainingError for a micro-batch's loss that is not finite."""
+    if not math.isfinite(value):
+        raise TrainingError(
+            f"the loss is {value}",
+            where=f"micro-batch {number + 1} of {micro_batches}",
+            hint="to look at that batch (are all its labels ignored?), a lower learning rate, or fp32; "
+            "the parameters are those before this step",
+        )
 
 
 def bind(block: RankBlock, groups: Groups) -> GraphModule:

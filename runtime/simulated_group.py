@@ -169,6 +169,26 @@ class SimulatedGroup(torch_private.PythonProcessGroup):  # type: ignore[misc]
             self.all_gather_single(output, tensor)
         return torch_private.done(outputs)
 
+    def gather(self, outputs: list[list[Tensor]], tensors: list[Tensor], opts: Any) -> Any:
+        """`outputs` is empty but on the root."""
+        kind = f"gather to {self.ranks[opts.rootRank]} of {_shaped(*tensors)}"
+        (tensor,) = tensors
+        found = self._meet(kind, _kept(tensor), lambda brought: [brought] * len(brought))
+        for pieces in outputs:
+            for piece, value in zip(pieces, found, strict=True):
+                piece.detach().copy_(value)
+        return torch_private.done(outputs)
+
+    def scatter(self, outputs: list[Tensor], tensors: list[list[Tensor]], opts: Any) -> Any:
+        """`tensors` is empty but on the root."""
+        root = opts.rootRank
+        (output,) = outputs
+        kind = f"scatter from {self.ranks[root]} of {_shaped(output)}"
+        brought = [_kept(piece) for piece in tensors[0]] if self.member == root else None
+        own = self._meet(kind, brought, lambda all_: all_[root])
+        output.detach().copy_(own)
+        return torch_private.done(outputs)
+
     def reduce_scatter_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> Any:
         operation = "SUM" if opts is None else _operation(opts)
 

@@ -1,20 +1,22 @@
 """The parameter store: each rank's share of parameters and buffers, gathered before use and reduced after.
 
-In:  a RankProgram's state layouts and the whole tensors of a model.
-Out: one local `nn.Parameter` per parameter (cut over tp as the blocks take it, and by rows over fsdp); for each call
-     the tensors its block takes; after backward, gradients that are summed over every axis they need.
+In:  a RankProgram's state layouts, the whole tensors of a model, and what ZeRO splits over which axes.
+Out: one local `nn.Parameter` per parameter (cut over tp as the blocks take it, and by rows where ZeRO splits it); for
+     each call the tensors its block takes; after backward, gradients that are summed over every axis they need.
 
-Rows over fsdp are cut as `torch.chunk` does (the last ranks may hold fewer, or none), which is DTensor's `Shard(0)`.
-With fsdp, a call's parameters are gathered in one collective just before the call, dropped after it, gathered again
-for its backward, and their gradients reduce-scattered at its end (ZeRO-3).
+    zero 0   parameters, gradients and optimizer state whole on every data rank
+    zero 1   optimizer state by rows: gradients are reduce-scattered once per step, updated rows gathered again
+    zero 2   gradients too: reduce-scattered as backward makes them, in buckets
+    zero 3   parameters too: gathered just before a call, dropped after it, gathered again for its backward
+
+Rows are cut as `torch.chunk` does (the last ranks may hold fewer, or none), which is DTensor's `Shard(0)`.
 """
 
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,25 +26,43 @@ from torch.autograd import Function
 
 from autopar.errors import TrainingError
 from autopar.passes.lower import RankProgram, StateLayout
-from autopar.runtime.groups import Groups
+from autopar.runtime.groups import Groups, Span
+from autopar.runtime.regions import Region, region_of
 
 FSDP = "fsdp"
-BUCKET_BYTES = 25 << 20  # gradients are reduced in buckets of about this size, as torch's DDP does
+
+
+@dataclass(frozen=True)
+class Zero:
+    """What is split over the ranks that would hold the same: `level` as in ZeRO, over `axes`.
+
+    `offload`: masters and optimizer state lie in host memory, and blocks use a copy on the device.
+    """
+
+    level: int = 0
+    axes: tuple[str, ...] = ()
+    offload: bool = False
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One parameter. `shape`: as a block takes it (cut over tp). `rows`: this rank's rows of it under fsdp."""
+    """One parameter. `shape`: as a block takes it (cut over tp). `rows`: of all ranks of `span`, and of one.
+
+    `parameter`: this rank's own rows, which the optimizer works on (the fp32 master). `replica`: where blocks do not
+    take those, all rows, in the dtype that blocks take.
+    """
 
     name: str
     layout: StateLayout
     shape: tuple[int, ...]
     rows: tuple[int, int]
     parameter: nn.Parameter
+    span: Span
+    replica: nn.Parameter | None = None
 
     @property
     def chunk(self) -> int:
-        """Elements of one rank's (padded) share under fsdp."""
+        """Elements of one rank's (padded) share."""
         return self.chunk_rows * math.prod(self.shape[1:])
 
     @property
@@ -59,6 +79,29 @@ class Entry:
     def sums(self) -> tuple[str, ...]:
         return self.layout.grad_sums
 
+    @property
+    def gathered(self) -> bool:
+        """Whether blocks take it from all ranks' rows, put together just before (ZeRO-3)."""
+        return self.span.size > 1 and self.replica is None
+
+    @property
+    def leaf(self) -> nn.Parameter:
+        """What backward leaves gradients at."""
+        return self.parameter if self.replica is None else self.replica
+
+    def own_rows(self, piece: Tensor) -> Tensor:
+        """This rank's rows of the whole piece."""
+        if self.span.size == 1:
+            return piece
+        flat = piece.reshape(1) if piece.dim() == 0 else piece
+        first, end = self.own_range
+        return flat[first:end]
+
+    @property
+    def own_range(self) -> tuple[int, int]:
+        first = min(self.span.index * self.chunk_rows, self.rows[0])
+        return first, min(first + self.chunk_rows, self.rows[0])
+
 
 @dataclass(frozen=True)
 class _Saved:
@@ -73,10 +116,13 @@ class _Saved:
 class ParameterStore:
     """Holds this rank's share of the model's state."""
 
-    def __init__(self, program: RankProgram, groups: Groups, state: Mapping[str, Tensor]) -> None:
-        """`state`: the model's whole tensors by its own canonical names; only this rank's share is kept."""
+    def __init__(
+        self, program: RankProgram, groups: Groups, state: Mapping[str, Tensor], *, zero: Zero | None = None
+    ) -> None:
+        """`state`: the model's whole tensors by its own canonical names; only this rank's share is kept. `zero`: by
+        default ZeRO-3 over the axis fsdp."""
         self.groups = groups
-        self.fsdp = groups.mesh.sizes.get(FSDP, 1)
+        self.zero = zero or Zero(3, (FSDP,))
         self.entries: dict[str, Entry] = {}
         self.buffers: dict[str, Tensor] = {}  # this rank's piece of each; constants too
         self.layouts = program.state
@@ -97,104 +143,139 @@ class ParameterStore:
             else:
                 self.buffers[name] = piece.to(groups.device).clone()
         self.parts = _parts(program)
+        self.any_gathered = any(entry.gathered for entry in self.entries.values())
         self._gathered: dict[
-            int, dict[str, Tensor]
+            Hashable, dict[str, Tensor]
         ] = {}  # call -> parameters gathered again for its backward
 
     def _entry(self, name: str, layout: StateLayout, piece: Tensor) -> Entry:
+        zero, trainable = self.zero, layout.info.trainable
+        split = zero.level == 3 or (zero.level > 0 and trainable)
+        free = [axis for axis in zero.axes if axis not in layout.sharding.axes]
+        span = self.groups.span(free if split else ())
         shape = tuple(piece.shape)
         rows = shape[0] if shape else 1
-        chunk_rows = -(-rows // self.fsdp)
-        local = self._own_rows(piece, chunk_rows)
-        parameter = nn.Parameter(local.to(self.groups.device, copy=True).contiguous(), layout.info.trainable)
-        return Entry(name, layout, shape, (rows, chunk_rows), parameter)
-
-    def _own_rows(self, piece: Tensor, chunk_rows: int) -> Tensor:
-        if self.fsdp == 1:
-            return piece
-        flat = piece.reshape(1) if piece.dim() == 0 else piece
-        first = min(self.groups.coordinate[FSDP] * chunk_rows, flat.shape[0])
-        return flat[first : min(first + chunk_rows, flat.shape[0])]
+        device = self.groups.device
+        master = torch.device("cpu") if zero.offload and trainable else device
+        replica = None
+        if trainable and zero.level < 3 and (span.size > 1 or zero.offload):
+            dtype: torch.dtype = getattr(torch, layout.info.dtype)
+            replica = nn.Parameter(piece.to(device, dtype, copy=True).contiguous())
+        entry = Entry(
+            name, layout, shape, (rows, -(-rows // span.size)), nn.Parameter(piece, False), span, replica
+        )
+        own = entry.own_rows(piece).to(master, copy=True).contiguous()
+        return replace(entry, parameter=nn.Parameter(own, trainable))
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
         """This rank's shares by name of state: of a packed parameter one per piece."""
         return {name: entry.parameter for name, entry in self.entries.items()}
 
+    def region(self, name: str) -> Region:
+        """Where this rank's share of a parameter lies in the model's own."""
+        entry = self.entries[name]
+        return region_of(name, entry.layout, self.groups, entry.own_range if entry.span.size > 1 else None)
+
+    def buffer_region(self, name: str) -> Region:
+        """Where this rank's piece of a buffer lies in the model's own."""
+        return region_of(name, self.layouts[name], self.groups)
+
     # ---- before a call -------------------------------------------------------------------------------------
 
-    def take(self, call: int, names: Sequence[str]) -> list[Tensor]:
+    def take(self, call: Hashable, names: Sequence[str]) -> list[Tensor]:
         """The tensors a call's block takes, in order."""
-        wanted = [name for name in dict.fromkeys(names) if name in self.entries]
-        if self.fsdp == 1 or not wanted:
-            return [
-                self._compute_copy(name) if name in self.entries else self.buffers[name] for name in names
-            ]
-        shards = [self.entries[name].parameter for name in wanted]
-        whole = dict(zip(wanted, _GatherParameters.apply(self, call, wanted, *shards), strict=True))  # type: ignore[no-untyped-call]
-        return [whole[name] if name in whole else self.buffers[name] for name in names]
+        ready: dict[str, Tensor] = {}
+        for span, wanted in self._gathered_together(names).items():
+            shards = [self.entries[name].parameter for name in wanted]
+            gathered = _GatherParameters.apply(self, call, span, wanted, *shards)  # type: ignore[no-untyped-call]
+            ready.update(zip(wanted, gathered, strict=True))
+        return [ready[name] if name in ready else self._held(name) for name in names]
 
-    def _compute_copy(self, name: str) -> Tensor:
-        """The parameter in the dtype that blocks take: itself, or a bf16 copy of the fp32 master."""
+    def _held(self, name: str) -> Tensor:
+        """What needs no gathering: a buffer, a replica, or the parameter (its bf16 copy) in the dtype blocks take."""
+        if name not in self.entries:
+            return self.buffers[name]
         entry = self.entries[name]
-        return entry.parameter.to(entry.dtype)
+        return entry.leaf.to(self.groups.device, entry.dtype)
+
+    def _gathered_together(self, names: Sequence[str]) -> dict[tuple[str, ...], list[str]]:
+        """The names to gather, by the axes over which; those of one go in one collective."""
+        together: dict[tuple[str, ...], list[str]] = {}
+        if self.any_gathered:
+            for name in dict.fromkeys(names):
+                if name in self.entries and self.entries[name].gathered:
+                    together.setdefault(self.entries[name].span.axes, []).append(name)
+        return together
 
     def gather(self, names: Sequence[str]) -> list[Tensor]:
-        """Whole (but for tp) parameters from all ranks' rows, in one collective."""
+        """Whole (but for tp) parameters from all ranks' rows, in one collective; `names` of one span."""
         entries = [self.entries[name] for name in names]
+        span = entries[0].span
         local = torch.cat(
-            [_padded(entry.parameter.detach().to(entry.dtype), entry.chunk) for entry in entries]
+            [
+                padded(entry.parameter.detach().to(self.groups.device, entry.dtype), entry.chunk)
+                for entry in entries
+            ]
         )
-        gathered = local.new_empty(self.fsdp, local.numel())
-        dist.all_gather_single(gathered.view(-1), local, group=self.groups.group[FSDP])
+        gathered = local.new_empty(span.size, local.numel())
+        dist.all_gather_single(gathered.view(-1), local, group=span.group)
         whole = []
-        for entry, start in zip(entries, _offsets(entries), strict=True):
+        for entry, start in zip(entries, offsets(entries), strict=True):
             rows = gathered[:, start : start + entry.chunk].reshape(-1)
             whole.append(rows[: math.prod(entry.shape)].reshape(entry.shape))
         return whole
 
     def reduce_rows(self, names: Sequence[str], gradients: Sequence[Tensor | None]) -> list[Tensor]:
-        """Own rows of each gradient, summed over fsdp where the gradient came as partial sums."""
+        """Own rows of each gradient, summed over the span where the gradient came as partial sums; `names` of one
+        span."""
         entries = [self.entries[name] for name in names]
+        span = entries[0].span
         result: dict[str, Tensor] = {}
         summed: list[tuple[Entry, Tensor | None]] = []
         for entry, gradient in zip(entries, gradients, strict=True):
-            if FSDP in entry.sums:
+            partial = [axis for axis in span.axes if axis in entry.sums]
+            if len(partial) == len(span.axes):
                 summed.append((entry, gradient))
-            else:
-                whole = entry.parameter.new_zeros(entry.shape) if gradient is None else gradient
-                own_rows = self._own_rows(whole, entry.chunk_rows)
-                result[entry.name] = own_rows.to(entry.parameter.dtype).contiguous()
+                continue
+            whole = entry.parameter.new_zeros(entry.shape) if gradient is None else gradient
+            whole = whole.to(entry.parameter.dtype)
+            if partial:
+                whole = whole.contiguous().clone()
+                dist.all_reduce(whole, group=self.groups.span(partial).group)
+            result[entry.name] = entry.own_rows(whole).contiguous()
         if summed:
-            # Gradients are summed in the master's precision, and padded, put together and cast in one go.
-            front = torch.zeros(
-                self.fsdp,
-                sum(entry.chunk for entry, _ in summed),
-                dtype=summed[0][0].parameter.dtype,
-                device=self.groups.device,
-            )
-            for (entry, gradient), start in zip(
-                summed, _offsets([entry for entry, _ in summed]), strict=True
-            ):
-                if gradient is not None:
-                    part = front[:, start : start + entry.chunk]
-                    part.copy_(_padded(gradient, self.fsdp * entry.chunk).view(self.fsdp, -1))
-            own = front.new_empty(front.shape[1])
-            dist.reduce_scatter_single(own, front.reshape(-1), group=self.groups.group[FSDP])
-            for (entry, _), start in zip(summed, _offsets([entry for entry, _ in summed]), strict=True):
-                count = entry.parameter.numel()
-                result[entry.name] = own[start : start + count].view(entry.parameter.shape).clone()
-        return [result[name] for name in names]
+            result.update(self._scattered(span, summed))
+        return [result[entry.name].to(entry.parameter.device) for entry in entries]
+
+    def _scattered(self, span: Span, summed: Sequence[tuple[Entry, Tensor | None]]) -> dict[str, Tensor]:
+        """Own rows of the sums of gradients over `span`, in one collective."""
+        # Gradients are summed in the master's precision, and padded, put together and cast in one go.
+        entries = [entry for entry, _ in summed]
+        dtype = entries[0].parameter.dtype
+        front = torch.zeros(
+            span.size, sum(entry.chunk for entry in entries), dtype=dtype, device=self.groups.device
+        )
+        for (entry, gradient), start in zip(summed, offsets(entries), strict=True):
+            if gradient is not None:
+                part = front[:, start : start + entry.chunk]
+                part.copy_(padded(gradient, span.size * entry.chunk).view(span.size, -1))
+        own = front.new_empty(front.shape[1])
+        dist.reduce_scatter_single(own, front.reshape(-1), group=span.group)
+        return {
+            entry.name: own[start : start + entry.parameter.numel()].view(entry.parameter.shape).clone()
+            for entry, start in zip(entries, offsets(entries), strict=True)
+        }
 
     # ---- saved for backward --------------------------------------------------------------------------------
 
-    def hooks(self, call: int, names: Sequence[str], taken: Sequence[Tensor]) -> Any:
-        """While a call runs under fsdp: what autograd saves of gathered parameters is only a note of which one it
+    def hooks(self, call: Hashable, names: Sequence[str], taken: Sequence[Tensor]) -> Any:
+        """While a call runs under ZeRO-3: what autograd saves of gathered parameters is only a note of which one it
         was; backward gathers them again, once per call."""
         owner = {
             tensor.untyped_storage().data_ptr(): name
             for name, tensor in zip(names, taken, strict=True)
-            if name in self.entries
+            if name in self.entries and self.entries[name].gathered
         }
         dtypes = {name: tensor.dtype for name, tensor in zip(names, taken, strict=True)}
 
@@ -208,60 +289,15 @@ class ParameterStore:
             if isinstance(saved, Tensor):
                 return saved
             if call not in self._gathered:
-                wanted = [item for item in dict.fromkeys(names) if item in self.entries]
-                self._gathered[call] = dict(zip(wanted, self.gather(wanted), strict=True))
+                self._gathered[call] = {}
+                for wanted in self._gathered_together(names).values():
+                    self._gathered[call].update(zip(wanted, self.gather(wanted), strict=True))
             return self._gathered[call][saved.name].as_strided(saved.shape, saved.stride, saved.offset)
 
         return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
-    def drop(self, call: int) -> None:
+    def drop(self, call: Hashable) -> None:
         self._gathered.pop(call, None)
-
-    # ---- after backward ------------------------------------------------------------------------------------
-
-    def finish_gradients(self, divide_by: float = 1.0) -> None:
-        """Sum gradients over the axes they still are partial sums on (all but fsdp), and divide them."""
-        pending: dict[tuple[tuple[str, ...], torch.dtype], list[Tensor]] = defaultdict(list)
-        for entry in self.entries.values():
-            gradient = entry.parameter.grad
-            if gradient is None:
-                continue
-            if divide_by != 1.0:
-                gradient.div_(divide_by)
-            axes = tuple(axis for axis in entry.sums if axis != FSDP and self.groups.mesh.sizes[axis] > 1)
-            if axes and gradient.numel():
-                pending[axes, gradient.dtype].append(gradient)
-        for (axes, _), gradients in pending.items():
-            for bucket in _buckets(gradients):
-                flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
-                for axis in axes:
-                    dist.all_reduce(flat, group=self.groups.group[axis])
-                for gradient, piece in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
-                    gradient.copy_(piece.view_as(gradient))
-
-    def gradient_norm(self) -> Tensor:
-        """L2 norm of the whole gradient: every element counted once, wherever it lies."""
-        squares: dict[tuple[str, ...], Tensor] = {}
-        for entry in self.entries.values():
-            if entry.parameter.grad is None:
-                continue
-            axes = entry.layout.sharding.axes + ((FSDP,) if self.fsdp > 1 else ())
-            split = tuple(axis for axis in axes if self.groups.mesh.sizes[axis] > 1)
-            square = entry.parameter.grad.float().square().sum()
-            squares[split] = squares[split] + square if split in squares else square
-        total = torch.zeros((), device=self.groups.device)
-        for axes, square in sorted(squares.items()):
-            for axis in axes:
-                dist.all_reduce(square, group=self.groups.group[axis])
-            total = total + square
-        return total.sqrt()
-
-    def clip_gradients(self, max_norm: float, norm: Tensor) -> None:
-        """Scale all gradients so that their global norm is at most `max_norm` (as `torch.nn.utils.clip_grad_norm_`)."""
-        scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        for entry in self.entries.values():
-            if entry.parameter.grad is not None:
-                entry.parameter.grad.mul_(scale)
 
     # ---- whole tensors -------------------------------------------------------------------------------------
 
@@ -269,10 +305,10 @@ class ParameterStore:
         """The whole tensor of which `local` (shaped as this rank's parameter) is a share: a parameter, its gradient,
         or its optimizer state. Every rank must call it."""
         entry = self.entries[name]
-        piece = local
-        if self.fsdp > 1:
-            gathered = local.new_empty(self.fsdp * entry.chunk)
-            dist.all_gather_single(gathered, _padded(local, entry.chunk), group=self.groups.group[FSDP])
+        piece = local.to(self.groups.device)
+        if entry.span.size > 1:
+            gathered = piece.new_empty(entry.span.size * entry.chunk)
+            dist.all_gather_single(gathered, padded(piece, entry.chunk), group=entry.span.group)
             piece = gathered[: math.prod(entry.shape)].reshape(entry.shape)
         return self.groups.join(piece, entry.layout.sharding)
 
@@ -287,7 +323,7 @@ class ParameterStore:
     def share(self, name: str, whole: Tensor) -> Tensor:
         """This rank's share of a whole tensor: the inverse of `whole`."""
         entry = self.entries[name]
-        return self._own_rows(self.groups.cut(whole, entry.layout.sharding), entry.chunk_rows)
+        return entry.own_rows(self.groups.cut(whole, entry.layout.sharding))
 
     def whole_buffer(self, name: str) -> Tensor:
         """The whole of a buffer. Every rank must call it."""
@@ -303,7 +339,12 @@ class _GatherParameters(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, store: ParameterStore, call: int, names: list[str], *shards: Tensor
+        ctx: Any,
+        store: ParameterStore,
+        call: Hashable,
+        span: tuple[str, ...],
+        names: list[str],
+        *shards: Tensor,
     ) -> tuple[Tensor, ...]:
         ctx.store, ctx.call, ctx.names = store, call, names
         return tuple(store.gather(names))
@@ -311,7 +352,7 @@ class _GatherParameters(Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
         ctx.store.drop(ctx.call)
-        return None, None, None, *ctx.store.reduce_rows(ctx.names, gradients)
+        return None, None, None, None, *ctx.store.reduce_rows(ctx.names, gradients)
 
 
 def _parts(program: RankProgram) -> dict[str, tuple[str, ...]]:
@@ -325,26 +366,14 @@ def _parts(program: RankProgram) -> dict[str, tuple[str, ...]]:
     return {name: tuple(part for _, part in sorted(parts)) for name, parts in found.items()}
 
 
-def _padded(tensor: Tensor, length: int) -> Tensor:
+def padded(tensor: Tensor, length: int) -> Tensor:
     flat = tensor.reshape(-1)
     return flat if flat.numel() == length else torch.cat([flat, flat.new_zeros(length - flat.numel())])
 
 
-def _offsets(entries: Iterable[Entry]) -> Iterator[int]:
+def offsets(entries: Iterable[Entry]) -> Iterator[int]:
+    """Where each entry's chunk starts among them all."""
     start = 0
     for entry in entries:
         yield start
         start += entry.chunk
-
-
-def _buckets(gradients: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    bucket: list[Tensor] = []
-    size = 0
-    for gradient in gradients:
-        bucket.append(gradient)
-        size += gradient.numel() * gradient.element_size()
-        if size >= BUCKET_BYTES:
-            yield bucket
-            bucket, size = [], 0
-    if bucket:
-        yield bucket

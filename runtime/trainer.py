@@ -9,7 +9,6 @@ divided by the total at the end: the result is the mean over the whole batch, ho
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -20,8 +19,10 @@ from autopar.errors import TrainingError
 from autopar.nested import flat_inputs
 from autopar.passes.limits import IdLimit
 from autopar.program import TensorInfo, batch_dim, tensor_info
-from autopar.runtime.groups import peer_errors
+from autopar.runtime.groups import Groups, peer_errors
 from autopar.runtime.model import RankModel
+from autopar.runtime.pipeline import Pipeline
+from autopar.runtime.store import ParameterStore
 
 
 @dataclass(frozen=True)
@@ -34,11 +35,11 @@ class StepResult:
 
 
 class Trainer:
-    """Steps a RankModel. `optimizer` is any torch optimizer over `model.store.parameters`."""
+    """Steps a RankModel or a Pipeline. `optimizer` is any torch optimizer over `model.store.parameters`."""
 
     def __init__(
         self,
-        model: RankModel,
+        model: RankModel | Pipeline,
         optimizer: torch.optim.Optimizer,
         *,
         micro_batches: int = 1,
@@ -47,6 +48,15 @@ class Trainer:
         self.model, self.optimizer = model, optimizer
         self.micro_batches, self.max_norm = micro_batches, max_norm
         self.step_count = 0
+        self.reduction = model.gradients()
+
+    @property
+    def store(self) -> ParameterStore:
+        return self.model.store
+
+    @property
+    def groups(self) -> Groups:
+        return self.model.groups
 
     def step(self, batch: Mapping[str, Tensor]) -> StepResult:
         """Forward, backward, reduction, clipping, optimizer. `batch` is the whole batch; each rank takes its piece.
@@ -59,7 +69,7 @@ class Trainer:
 
     def _step(self, batch: Mapping[str, Tensor]) -> StepResult:
         loss = self.gradients(batch)
-        norm = self.model.store.gradient_norm()
+        norm = self.gradient_norm()
         if not bool(torch.isfinite(norm)):
             self.optimizer.zero_grad(set_to_none=True)
             raise TrainingError(
@@ -68,11 +78,16 @@ class Trainer:
                 hint="a lower learning rate, or fp32; the parameters are those before this step",
             )
         if self.max_norm is not None:
-            self.model.store.clip_gradients(self.max_norm, norm)
+            self.reduction.clip(self.max_norm, norm)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
+        self.reduction.publish()
         self.step_count += 1
         return StepResult(self.step_count, loss, float(norm))
+
+    def gradient_norm(self) -> Tensor:
+        """L2 norm of the whole gradient, after `gradients`. All ranks must call it."""
+        return self.reduction.norm()
 
     def gradients(self, batch: Mapping[str, Tensor]) -> float:
         """Gradients of the whole batch's loss into the local parameters' `.grad`; returns the loss."""
@@ -80,42 +95,23 @@ class Trainer:
         self._check(batch)
         self._check_fixed(batch)
         self._check_conditions(batch)
-        count_name = self.model.program.count
-        total, weights = 0.0, 0.0
-        for number in range(self.micro_batches):
-            outputs = self.model(self.model.local_inputs(self._micro(batch, number)))
-            loss = outputs["loss"]
-            weight = float(outputs[count_name]) if self.micro_batches > 1 and count_name is not None else 1.0
-            value = float(loss.detach())
-            if (
-                weight == 0.0
-            ):  # a micro-batch without a single label: its mean is undefined and counts for nothing
-                continue
-            if not math.isfinite(value):
-                self.optimizer.zero_grad(set_to_none=True)
-                raise TrainingError(
-                    f"the loss is {value} at step {self.step_count + 1}",
-                    where=f"step {self.step_count + 1}, micro-batch {number + 1} of {self.micro_batches}",
-                    hint="to look at that batch (are all its labels ignored?), a lower learning rate, or fp32; "
-                    "the parameters are those before this step",
-                )
-            (loss * weight).backward()
-            self._update_buffers(outputs)
-            total += value * weight
-            weights += weight
+        where = f"step {self.step_count + 1}"
+        try:
+            total, weights = self.model.accumulate(
+                [self._micro(batch, number) for number in range(self.micro_batches)]
+            )
+        except TrainingError as error:
+            self.optimizer.zero_grad(set_to_none=True)
+            self.reduction.forget()
+            raise TrainingError(error.what, where=f"{where}, {error.where}", hint=error.hint) from None
         if not weights:
             raise TrainingError(
                 "no label in the batch counts: all are ignored",
-                where=f"step {self.step_count + 1}",
+                where=where,
                 hint="to look at that batch's labels; the parameters are those before this step",
             )
-        self.model.store.finish_gradients(divide_by=weights)
+        self.reduction.finish(divide_by=weights)
         return total / weights
-
-    def _update_buffers(self, outputs: Mapping[str, Tensor]) -> None:
-        for name, value in outputs.items():
-            if name.startswith("update "):
-                self.model.store.set_buffer(name.removeprefix("update "), value.detach())
 
     def _check(self, batch: Mapping[str, Tensor]) -> None:
         for name, info in self.model.program.input_info.items():

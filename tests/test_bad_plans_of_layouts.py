@@ -20,7 +20,8 @@ from autopar.layout_check import check
 from autopar.passes.decisions import parse_decisions
 from autopar.passes.layout_relax import reasons
 from autopar.passes.layout_space import Space
-from autopar.workload import TransformerShape, Workload, check_sizes
+from autopar.transformer_shape import TransformerShape
+from autopar.workload import Workload, check_sizes
 
 SHAPE = TransformerShape(
     name="tiny", layers=4, hidden=64, heads=4, ffn=96, vocab=96, experts=3, topk=1, expert_ffn=96

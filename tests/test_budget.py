@@ -10,29 +10,15 @@ from typing import Any
 
 import pytest
 
-from autopar.budget import (
-    DEVICE_HOURS,
-    Limits,
-    Market,
-    Offer,
-    asked,
-    between,
-    budget_lines,
-    checkpoint_bytes,
-    market_of,
-    offered_clusters,
-    parse_days,
-    parse_prices,
-    plan_budget,
-    run_budget,
-    with_prices,
-)
+from autopar.budget import DEVICE_HOURS, budget_lines, checkpoint_bytes, plan_budget, run_budget
+from autopar.budget_asked import Limits, asked, offered_clusters, parse_days, parse_prices, with_prices
 from autopar.budget_picture import frontier_svg
 from autopar.cluster import load_cluster
 from autopar.errors import InfeasibleError, UsageError
 from autopar.layout import Layout
+from autopar.market import Market, Offer, between, market_of
 from autopar.plans import Plan
-from autopar.workload import TransformerShape
+from autopar.transformer_shape import TransformerShape
 from tests.test_plans import DATA
 
 SHAPE = TransformerShape(name="small", layers=8, hidden=1024, heads=16, ffn=4096, vocab=32000)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import sys
 from pathlib import Path
 
 import pytest
 
+from autopar import cli_plan, cli_run
 from autopar.cli import main
+from autopar.cli_options import PLANNING
 
 
 def run(
@@ -101,3 +104,11 @@ def test_errors_are_messages_with_an_exit_code(
     assert out == ""
     assert says in err
     assert "Traceback" not in err
+
+
+def test_a_plan_replaces_every_option_that_makes_one() -> None:
+    asked = (
+        inspect.signature(cli_plan.plan).parameters.keys()
+        & inspect.signature(cli_run.train).parameters.keys()
+    )
+    assert asked - {"model", "as_json", "quiet"} == set(PLANNING)

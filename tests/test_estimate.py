@@ -16,7 +16,7 @@ from autopar.layout_check import check, faults, filled
 from autopar.layout_page import differences, runs, wrapped
 from autopar.passes.layout_space import Space
 from autopar.pricing_page import Pricing, crossings, price_layout, seconds_of
-from autopar.workload import TransformerShape
+from autopar.transformer_shape import TransformerShape
 
 LLAMA = TransformerShape(
     name="llama-3.1-405b", layers=126, hidden=16384, heads=128, kv_heads=8, ffn=53248, vocab=128256

@@ -34,7 +34,8 @@ from autopar.passes.layout_search import search_layouts
 from autopar.passes.layout_sensitivity import constants, robust
 from autopar.passes.layout_space import Space
 from autopar.plans import Plan
-from autopar.workload import TransformerShape, Workload
+from autopar.transformer_shape import TransformerShape
+from autopar.workload import Workload
 
 CLUSTER = load_cluster("h100:2x8")
 SOFTWARE = default_software("h100")

@@ -16,7 +16,7 @@ from autopar.cost.pipeline import price
 from autopar.cost.software import default_software
 from autopar.layout import Layout
 from autopar.layout_check import check
-from autopar.workload import TransformerShape
+from autopar.transformer_shape import TransformerShape
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "bench"))

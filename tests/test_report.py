@@ -20,7 +20,7 @@ from autopar.plans import Plan
 from autopar.report import report_html
 from autopar.report_step import predicted_step
 from autopar.report_trace import trace_json
-from autopar.workload import TransformerShape
+from autopar.transformer_shape import TransformerShape
 from tests.tiny import tiny
 
 SHAPE = TransformerShape(name="small", layers=16, hidden=1024, heads=16, ffn=4096, vocab=32000)

@@ -12,7 +12,7 @@ import torch
 from autopar import api, collectives
 from autopar.cli import app
 from autopar.errors import PlanError, UsageError
-from autopar.runtime.store import ParameterStore
+from autopar.runtime.gradients import Gradients
 from autopar.verify import verify
 from tests.tiny import tiny
 
@@ -78,15 +78,15 @@ BAD = {
         staticmethod(_not_reduced),
     ),
     "gradients of data ranks not summed": (
-        ParameterStore,
-        "finish_gradients",
-        lambda store, divide_by=1.0: None,
+        Gradients,
+        "finish",
+        lambda gradients, divide_by=1.0: None,
     ),
     "a norm of the own piece": (
-        ParameterStore,
-        "gradient_norm",
-        lambda store: torch.stack(
-            [p.grad.norm() for p in store.parameters.values() if p.grad is not None]
+        Gradients,
+        "norm",
+        lambda gradients: torch.stack(
+            [p.grad.norm() for p in gradients.store.parameters.values() if p.grad is not None]
         ).norm(),
     ),
 }

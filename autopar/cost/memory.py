@@ -17,12 +17,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from autopar.cost import lifetimes
+from autopar.cost.alive import ACTIVATIONS, BUFFERS, GRADIENTS, LOGITS, WEIGHTS, WORKSPACE
 from autopar.cost.lifetimes import Call
 
-WEIGHTS, GRADIENTS, OPTIMIZER = lifetimes.WEIGHTS, lifetimes.GRADIENTS, "optimizer"
-BUFFERS, ACTIVATIONS = lifetimes.BUFFERS, lifetimes.ACTIVATIONS
-LOGITS, WORKSPACE = lifetimes.LOGITS, lifetimes.WORKSPACE
+OPTIMIZER = "optimizer"
 # The kinds of memory: what a rank stores of the parameters, and what scales with the micro-batch.
 STORED = (WEIGHTS, GRADIENTS, OPTIMIZER)
 SCALING = (ACTIVATIONS, LOGITS, WORKSPACE)

@@ -9,7 +9,8 @@
 Batch and heads split freely. Heads split finer than the keys' are (`kv.rep`) have keys and values whole, whose
 gradients are then sums. The rows split if each knows what it may look at: a mask says so, or everything is visible;
 under causality or a window that needs the lowering, since the rows of a piece do not know their position. Rows and
-keys split over one axis as the pair `q~k`: keys and values travel around a ring. Apart from that the keys are whole,
+keys split over one axis as the pair `q~k`: keys and values travel around a ring; under causality also as `q~k~zigzag`,
+for which pieces change hands before and after, so that all ranks compute as much. Apart from that the keys are whole,
 and so are the head dims: the softmax and the scores run over them.
 """
 
@@ -19,11 +20,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from autopar.rules.call import OpCall, RuleFunction
-from autopar.rules.rule import JOINT, PAIR, Rule
+from autopar.rules.rule import JOINT, ZIGZAG, Rule, pair_choice
 
 # What is lowered alike has three names, by what a device with a slice of the rows computes of all scores.
 FULL, CAUSAL, WINDOW = "attention", "causal_attention", "window_attention"
 ROWS_AND_KEYS = ("q", "k")  # the pair
+EVEN_LOAD = (*ROWS_AND_KEYS, ZIGZAG)  # the same, every rank with an early and a late piece
+RINGS = (pair_choice(ROWS_AND_KEYS), pair_choice(EVEN_LOAD))
 
 
 def attention(call: OpCall) -> Rule | None:
@@ -78,9 +81,11 @@ def _rule(
     special = {"q"} if causal or window is not None else set()
     joint = JOINT.join(("kv", "rep"))
     ring = lowered and min(query[-2], key[-2]) > 1
+    # A window leaves all ranks but the first as much to do, and keys in zigzag would have to go all the way around.
+    uneven = causal and window is None and query[-2] == key[-2]
     fields: dict[str, Any] = {
         "special": frozenset(special | ({joint} if grouped and lowered else set())),
-        "pairs": (ROWS_AND_KEYS,) if ring else (),
+        "pairs": ((ROWS_AND_KEYS, EVEN_LOAD) if uneven else (ROWS_AND_KEYS,)) if ring else (),
         "joint": (joint,) if grouped and lowered else (),
         "lowering": lowering_of(causal, window) if lowered else CAUSAL if causal else None,
     }
@@ -121,8 +126,8 @@ def visible_share(rule: Rule) -> float:
 
 def row_excess(rule: Rule, by_factor: Mapping[str, Any]) -> float:
     """How many times its share of the operations a device runs that has the last rows: under causality they see
-    nearly all keys, and the first next to none."""
-    rows_split = "q" in by_factor or PAIR.join(ROWS_AND_KEYS) in by_factor
+    nearly all keys, and the first next to none, unless every device has early and late ones."""
+    rows_split = "q" in by_factor or RINGS[0] in by_factor
     return 2.0 if rule.lowering == CAUSAL and rows_split else 1.0
 
 

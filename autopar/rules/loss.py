@@ -91,12 +91,25 @@ def weighted_difference(call: OpCall, *, reduction_at: int = 4) -> Rule | None:
     return call.parse(text_of(operands, result), average=reduction == 1, flops_per_point=4.0)
 
 
+def ctc_loss(call: OpCall) -> Rule | None:
+    """ctc_loss(log_probs[t, b, v], labels[b, l], input_lengths[b], blank, reduction, zero_infinity): sequences split."""
+    reduction = call.arg(4, "reduction", "mean")
+    result = "b" if reduction == "none" else ""
+    return call.parse(
+        f"t! b v!, b l!, b -> {result}",
+        average=reduction == "mean",
+        flops_per_point=6.0,
+        logical={"b": "batch", "t": "sequence", "v": "vocab"},
+    )
+
+
 def _names(call: OpCall) -> list[str]:
     return [f"x{index}" for index in range(len(call.shapes[0]))]
 
 
 RULES: Mapping[str, RuleFunction] = {
     "autopar.cross_entropy": cross_entropy,
+    "autopar.ctc_loss": ctc_loss,
     "aten.cross_entropy_loss": whole_loss,
     "aten.nll_loss": whole_loss,
     "aten.mse_loss": difference_loss,

@@ -29,6 +29,7 @@ Dims = tuple[tuple[str, ...], ...]  # per dim of a tensor its factors, major to 
 
 SUMS = "+"  # the choice "operands are partial sums along this axis, and so is the result"
 PAIR = "~"  # the choice `q~k`: q split in the tensors that have it, k in those that have only k
+ZIGZAG = "zigzag"  # the choice `q~k~zigzag`: the same, with an early and a late piece on every device
 JOINT = "."  # the choice `kv.rep`: the dim (kv rep) split as if it were one factor
 
 ELLIPSIS = "..."
@@ -39,9 +40,16 @@ def sums_choice(group: int) -> str:
     return SUMS if group == 0 else f"{SUMS}{group}"
 
 
-def pair_choice(pair: tuple[str, str]) -> str:
-    """The choice of a pair of `Rule.pairs`: `q~k`."""
+def pair_choice(pair: tuple[str, ...]) -> str:
+    """The choice of a pair of `Rule.pairs`: `q~k`, or `q~k~zigzag`."""
     return PAIR.join(pair)
+
+
+def factors_of(choice: str) -> dict[str, int]:
+    """The factors that a choice splits, and into how many parts each piece of one must divide: `q~k` splits both."""
+    factors = choice.split(PAIR)
+    parts = 2 if factors[2:] == [ZIGZAG] else 1
+    return dict.fromkeys(factors[:2], parts)
 
 
 _TOKEN = re.compile(r"\(([^)]*)\)|(\S+)")
@@ -61,7 +69,8 @@ class Rule:
                 the i-th
     pairs       (first, second) factors that one axis may split at once, `first` in the tensors that have it and
                 `second` in those that have only that one: the rows of attention and its keys (a ring), tokens and
-                experts (all-to-all dispatch). The lowering moves what is needed inside of the op
+                experts (all-to-all dispatch). The lowering moves what is needed inside of the op; a third word says
+                how, where there are several ways (ZIGZAG)
     joint       dims of several factors that may also be split as one, finer than their leading factor divides:
                 `kv.rep`, the heads of grouped attention. A tensor that has only `kv` is whole there. Within axes that
                 split `kv`; special
@@ -81,7 +90,7 @@ class Rule:
     lowering: str | None = None
     reduced: frozenset[str] = frozenset()
     sums: tuple[tuple[int, ...], ...] = ()
-    pairs: tuple[tuple[str, str], ...] = ()
+    pairs: tuple[tuple[str, ...], ...] = ()
     joint: tuple[str, ...] = ()
     average: bool = False
     shape_arg: int | None = None
@@ -160,7 +169,7 @@ class Rule:
                     hint=f"one of {', '.join([*self.sizes, *paired, *self.joint])}",
                 )
             by_factor[factor] = (*by_factor.get(factor, ()), axis)
-            splits.append((axis, paired.get(factor, (factor,))))
+            splits.append((axis, paired.get(factor, (factor,))[:2]))
         self._check(by_factor, splits, axis_sizes)
 
         def split_by(dims: Dims) -> tuple[dict[str, tuple[str, ...]], list[tuple[str, tuple[str, ...]]]]:
@@ -215,10 +224,12 @@ class Rule:
         for name in (*self.sizes, *self.joint):
             inside, size = name.split(JOINT), self.size_of(name)
             named = [axis for axis, factors in splits if name in factors or inside[0] in factors]
-            if size % math.prod(axis_sizes[axis] for axis in named):
+            ways = math.prod(axis_sizes[axis] for axis in named)
+            if ways > 1:
+                ways *= max(factors_of(factor).get(name, 1) for factor in by_factor)
+            if size % ways:
                 raise ShardingError(
-                    f"factor {name!r} has size {size}, not divisible by "
-                    f"{math.prod(axis_sizes[axis] for axis in named)} ({tuple(named)})"
+                    f"factor {name!r} has size {size}, not divisible by {ways} ({tuple(named)})"
                 )
 
     def size_of(self, name: str) -> int:

@@ -17,7 +17,8 @@ from autopar.cost.kept import in_flight, saved_bytes, saved_of_run
 from autopar.cost.layout_memory import KINDS, RANKS, layout_memory, timeline
 from autopar.cost.software import Software
 from autopar.layout import Layout
-from autopar.workload import TransformerShape, Workload
+from autopar.transformer_shape import TransformerShape
+from autopar.workload import Workload
 
 MEGATRON = Software("megatron")
 FSDP = Software("fsdp", weight_bytes=4.0, master=False)

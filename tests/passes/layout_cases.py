@@ -10,7 +10,8 @@ from autopar.cluster import Cluster, load_cluster
 from autopar.cost.software import Software, default_software
 from autopar.passes.decisions import parse_decisions
 from autopar.passes.layout_space import Space
-from autopar.workload import TransformerShape, Workload
+from autopar.transformer_shape import TransformerShape
+from autopar.workload import Workload
 
 _FIX = (
     "tp=2", "tp<=2", "pp=2", "pp=1", "pp>=2", "zero=1", "zero=0|3", "recompute=none", "recompute=full", "schedule=zbv",

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.fx import GraphModule, Node
 
-from autopar import api, collectives
+from autopar import api, collectives, prepared
 from autopar.errors import ShardingError
 from autopar.passes.check import check, flowing
 from autopar.passes.check_block import STEPS, reached
@@ -195,11 +195,11 @@ def test_every_mutant_is_found(case: str) -> None:
 
 def test_compile_checks(monkeypatch: pytest.MonkeyPatch) -> None:
     model, batch = tiny("convnet")
-    lower = api.lower
+    lower = prepared.lower
 
     def without_a_sum(*arguments: Any) -> RankProgram:
         return next(mutant for words, mutant in mutants(lower(*arguments)) if "toggled" in words)
 
-    monkeypatch.setattr(api, "lower", without_a_sum)
+    monkeypatch.setattr(prepared, "lower", without_a_sum)
     with pytest.raises(ShardingError, match="the store sums it over"):
         api.compile(model, "cpu:2", example_inputs=batch, mesh="dp=2")

@@ -23,7 +23,8 @@ from autopar.passes.placement import solve
 from autopar.passes.problem import build_problem
 from autopar.problem import Problem
 from autopar.program import Program
-from autopar.workload import Attention, Layer, Matmul, Stream, TransformerShape, Workload
+from autopar.transformer_shape import TransformerShape
+from autopar.workload import Attention, Layer, Matmul, Stream, Workload
 from tests.tiny import MODELS, OTHERS, tiny
 
 BATCH, SEQ, VOCAB, H, FFN, HEADS = 2, 32, 96, 64, 144, 4

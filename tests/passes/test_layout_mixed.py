@@ -14,7 +14,7 @@ from autopar.passes.decisions import parse_decisions
 from autopar.passes.layout_mixed import cut_by_speed, search_any, search_mixed
 from autopar.passes.layout_search import search_layouts
 from autopar.passes.layout_space import Space
-from autopar.workload import TransformerShape
+from autopar.transformer_shape import TransformerShape
 
 SHAPE = TransformerShape("13b", 40, 5120, 40, 13824, 32000)
 SOFTWARE = default_software()

@@ -17,7 +17,8 @@ from autopar.layout import Layout
 from autopar.passes.decisions import parse_decisions
 from autopar.passes.layout_search import Found, search_layouts
 from autopar.passes.layout_space import Space
-from autopar.workload import Attention, Matmul, TransformerShape, Workload
+from autopar.transformer_shape import TransformerShape
+from autopar.workload import Attention, Matmul, Workload
 
 _SECONDS = 5.0
 _WORDS = ("tp=2", "tp=7", "pp=2", "pp=4", "pp>=3", "vpp=2", "schedule=dualpipev", "zero=3", "ep=4", "mbs=7", "cp=4",

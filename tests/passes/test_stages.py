@@ -15,12 +15,36 @@ from autopar.passes.check import check
 from autopar.passes.lower import RankProgram
 from autopar.passes.stages import Stage, cut_stages
 from autopar.program import StateInfo
+from autopar.runtime.groups import join_mesh
+from autopar.runtime.pipeline import Pipeline, pipeline_mesh
 from autopar.runtime.simulate import simulate
-from autopar.runtime.stage import StageModel, join_stages, pipeline_gradients, pipeline_norm
+from autopar.runtime.trainer import Trainer
+from tests.multimodal import multimodal
 from tests.runtime.processes import run_on
 from tests.tiny import tiny
 
 MEGATRON = ("heads=tp", "ffn=tp", "vocab=tp")
+
+# A tower and a language model (Llava), placed by the names of their parameters: one of them split, the other whole.
+_TOWER, _TEXT = "model.vision_tower.encoder.layers.*", "model.language_model.layers.*"
+_SPLIT = ("[_@tp, _]", "[_, _@tp]")
+
+
+def _placed(tower: tuple[str, str], text: tuple[str, str]) -> tuple[str, ...]:
+    return (
+        *(f"{_TOWER}.self_attn.{name}_proj.weight={tower[0]}" for name in "qkv"),
+        f"{_TOWER}.mlp.fc1.weight={tower[0]}",
+        f"{_TOWER}.mlp.fc2.weight={tower[1]}",
+        *(f"{_TEXT}.self_attn.{name}_proj.weight={text[0]}" for name in "qkv"),
+        *(f"{_TEXT}.mlp.{name}_proj.weight={text[0]}" for name in ("gate", "up")),
+        f"{_TEXT}.mlp.down_proj.weight={text[1]}",
+    )
+
+
+PLACEMENTS = {
+    "llava, tower whole": _placed(("[_, _]", "[_, _]"), _SPLIT),
+    "llava, tower split": _placed(_SPLIT, ("[_, _]", "[_, _]")),
+}
 
 
 class Towers(nn.Module):
@@ -54,13 +78,16 @@ def towers() -> tuple[nn.Module, dict[str, Tensor]]:
 
 
 def a_model(kind: str) -> tuple[nn.Module, dict[str, Any]]:
+    if kind in PLACEMENTS:
+        torch.manual_seed(0)
+        return multimodal("llava")
     return towers() if kind == "towers" else tiny(kind)
 
 
 @cache
 def lowered(kind: str, tp: int, micro_batches: int, fsdp: int = 1) -> RankProgram:
     model, batch = a_model(kind)
-    fix = MEGATRON if tp > 1 and kind != "towers" else ()
+    fix = PLACEMENTS.get(kind, MEGATRON) if tp > 1 and kind != "towers" else ()
     return api.compile(
         model,
         f"cpu:{tp * fsdp}",
@@ -136,10 +163,11 @@ def outcome(
     stages: tuple[Stage, ...], program: RankProgram, state: Any, batch: Any, micro_batches: int
 ) -> tuple[float, float, dict[str, tuple[StateInfo, Tensor]]]:
     """On one rank: loss, norm, and the whole gradients of its stage's parameters."""
-    place = join_stages(program.mesh, len(stages))
-    model = StageModel(stages[place.index], place.inner, state)
-    loss = pipeline_gradients(model, place, batch, micro_batches=micro_batches)
-    norm = float(pipeline_norm(model, place))
+    groups = join_mesh(pipeline_mesh(program.mesh, len(stages)))
+    model = Pipeline(program, stages, groups, state, micro_batches=micro_batches)
+    trainer = Trainer(model, torch.optim.SGD(model.store.parameters.values()), micro_batches=micro_batches)
+    loss = trainer.gradients(batch)
+    norm = float(trainer.gradient_norm())
     whole = {}
     for name, entry in model.store.entries.items():
         gradient = entry.parameter.grad
@@ -178,6 +206,33 @@ CASES = [
 @pytest.mark.parametrize(("kind", "tp", "micro_batches", "layers"), CASES)
 def test_gradients_equal_one_process(kind: str, tp: int, micro_batches: int, layers: tuple[int, ...]) -> None:
     compare(kind, tp, micro_batches, layers)
+
+
+@pytest.mark.parametrize(
+    ("kind", "layers"),
+    [
+        ("llava, tower whole", (2, 1, 2)),
+        pytest.param("llava, tower split", (2, 3), marks=pytest.mark.slow),  # as long again, to capture
+    ],
+)
+def test_a_tower_and_a_language_model_on_ranks_of_their_own(kind: str, layers: tuple[int, ...]) -> None:
+    """Stage 0 has all of the vision tower, the others the language model, each with its own placement over tp."""
+    stages = cut_stages(lowered(kind, 2, 1), layers)
+
+    def split_layers(stage: Stage) -> set[str]:
+        layouts = {name: each.sharding for name, each in stage.program.state.items() if ".layers." in name}
+        return {name.split(".")[1] for name, sharding in layouts.items() if sharding.axes}
+
+    of_layers = [{call.path.split(".")[1] for call in stage.program.calls if call.path} for stage in stages]
+    assert of_layers == [{"vision_tower"}, *[{"language_model"}] * (len(layers) - 1)]
+    if kind == "llava, tower whole":
+        wanted = [set(), *[{"language_model"}] * (len(layers) - 1)]
+    else:
+        wanted = [{"vision_tower"}, *[set()] * (len(layers) - 1)]
+    assert [split_layers(stage) for stage in stages] == wanted
+    assert "pixel_values" in stages[0].program.inputs
+    assert all("pixel_values" not in stage.program.inputs for stage in stages[1:])
+    compare(kind, 2, 1, layers)
 
 
 def test_with_fsdp_in_each_stage() -> None:

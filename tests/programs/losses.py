@@ -7,6 +7,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from tests.programs.registry import (
+    BATCH,
+    LENGTH,
     WIDTH,
     Program,
     program,
@@ -78,3 +80,26 @@ class TiedAutoencoder(nn.Module):
 @program
 def tied_autoencoder() -> Program:
     return TiedAutoencoder(), {"x": rows(WIDTH)}
+
+
+class Transcriber(nn.Module):
+    """Frames to a row of symbols, by connectionist temporal classification; rows of unequal lengths, padded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside, self.head = nn.Linear(WIDTH, 32), nn.Linear(32, 12)
+        self.loss = nn.CTCLoss(blank=11)
+
+    def forward(self, frames: Tensor, symbols: Tensor, frame_counts: Tensor, counts: Tensor) -> Tensor:
+        logits = self.head(torch.tanh(self.inside(frames)))
+        return self.loss(logits.log_softmax(-1).transpose(0, 1), symbols, frame_counts, counts)
+
+
+@program
+def transcriber() -> Program:
+    return Transcriber(), {
+        "frames": rows(2 * LENGTH, WIDTH),
+        "symbols": torch.randint(0, 11, (BATCH, 5)),
+        "frame_counts": torch.tensor([16, 12, 16, 9]),
+        "counts": torch.tensor([5, 3, 1, 4]),
+    }

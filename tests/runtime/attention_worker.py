@@ -27,7 +27,7 @@ def pieces(tensor: Tensor, rank: int, size: int) -> Tensor:
     return tensor.chunk(size, 2)[rank].clone().requires_grad_()
 
 
-def worst(name: str, compiled: bool) -> float:
+def worst(name: str, compiled: bool, zigzag: bool = False) -> float:
     """The largest error of this rank's piece of the result and of the gradients."""
     groups = join_mesh(Mesh.parse(f"cp={dist.get_world_size()}"))
     rank, size, group = groups.rank, dist.get_world_size(), groups.name("cp")
@@ -49,6 +49,7 @@ def worst(name: str, compiled: bool) -> float:
             row_groups=[group],
             row_place=place,
             ring_group=group,
+            zigzag=zigzag,
             **FLAGS[name],  # type: ignore[arg-type]
         )
 
@@ -69,6 +70,8 @@ if __name__ == "__main__":
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     found = {name: worst(name, compiled=False) for name in FLAGS}
     found["compiled"] = worst("causal", compiled=True)
+    found["even"] = worst("causal", compiled=False, zigzag=True)
+    found["even, compiled"] = worst("causal", compiled=True, zigzag=True)
     write_result(found)
     wait_for_all()
     leave()

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-import autopar.api as api
+from autopar import api, prepared
 from autopar.plans import Plan
 from autopar.runtime.groups import end_rank, leave, wait_for_all
 from tests.runtime.processes import write_result
@@ -42,7 +42,7 @@ def shared_plan(*arguments: Any, **options: Any) -> Plan:
 
 def remember_captures() -> None:
     """The same model in the same shapes is captured once, however many meshes it is run on."""
-    capture = api.capture
+    capture = prepared.capture
     known: dict[Any, Any] = {}
 
     @functools.wraps(capture)
@@ -53,7 +53,7 @@ def remember_captures() -> None:
             known[key] = capture(model, inputs, **options)
         return known[key]
 
-    api.capture = cached
+    prepared.capture = cached
 
 
 class Case:
@@ -98,7 +98,7 @@ class Case:
             error = float((found - (0.0 if gradient is None else gradient)).norm()) / scale
             if not error <= worst:
                 worst, which = error, name
-        norm = float(run.trainer.model.store.gradient_norm())
+        norm = float(run.trainer.gradient_norm())
         expected_norm = float(torch.stack([gradient.norm() for gradient in gradients]).norm())
         return {
             "loss": abs(loss / self.loss - 1),

@@ -17,6 +17,8 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from autopar import Mesh, attention_blocks, collectives, functional
+from autopar.attention_ring import Places
+from autopar.errors import ShardingError
 from autopar.passes.lower import RankBlock
 from autopar.passes.lowerings import LOWERINGS
 from autopar.problem import Op
@@ -29,6 +31,7 @@ from autopar.sharding import Sharding
 from tests.runtime.processes import run_on
 
 BATCH, ROWS, WIDTH, WIDTH_OUT = 4, 8, 6, 4
+EVEN_LOAD = "q~k~zigzag"
 
 
 def plain_attention(
@@ -245,6 +248,11 @@ CHOICES: list[tuple[str, dict[str, str]]] = [
     ("cp=2,tp=2", {"cp": "kv.rep", "tp": "heads"}),
     ("cp=2,tp=2", {"cp": "q", "tp": "q"}),
     ("cp=2,tp=2", {"cp": "q~k", "tp": "q"}),
+    ("cp=2", {"cp": EVEN_LOAD}),
+    ("cp=4", {"cp": EVEN_LOAD}),
+    ("cp=2,tp=2", {"cp": EVEN_LOAD, "tp": "kv.rep"}),
+    ("cp=2,tp=2", {"cp": EVEN_LOAD, "tp": "q"}),
+    ("cp=2,tp=2", {"cp": "q", "tp": EVEN_LOAD}),
     ("cp=2,tp=2", {"cp": "q", "tp": "q~k"}),
     ("dp=2,cp=2", {"dp": "b", "cp": "q~k"}),
 ]
@@ -257,6 +265,8 @@ def cases() -> list[Any]:
         grouped = 1 < case.kv_heads < case.heads
         if "kv.rep" in choice.values() and not grouped:
             continue
+        if EVEN_LOAD in choice.values() and not (case.causal and case.window is None):
+            continue  # in order, the load is even
         if "heads" in choice.values():
             choice = {axis: ("kv" if grouped else "h") if f == "heads" else f for axis, f in choice.items()}
         shown = ",".join(f"{axis}->{factor}" for axis, factor in choice.items())
@@ -288,6 +298,46 @@ def test_tiles_smaller_than_a_piece(
     args, kwargs = CASES[name].arguments()
 
     assert max(errors(args, kwargs, mesh, choice)) < 1e-12
+
+
+@pytest.mark.parametrize("name", ["causal", "causal mask", "sinks of rows"])
+def test_an_even_load_with_small_tiles(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention_blocks, "TILE", 1)
+    args, kwargs = CASES[name].arguments()
+
+    assert max(errors(args, kwargs, "cp=2", {"cp": EVEN_LOAD})) < 1e-12
+
+
+def test_an_even_load_on_an_odd_number_of_ranks() -> None:
+    """The rank in the middle sends both of its pieces to one other."""
+    draw = torch.Generator().manual_seed(2)
+    args = [torch.randn(2, heads, 12, 4, generator=draw, dtype=torch.float64) for heads in (4, 2, 2)]
+
+    assert max(errors(args, {"causal": True}, "cp=3", {"cp": EVEN_LOAD})) < 1e-12
+
+
+def test_an_even_load_is_even(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scores computed by each rank of four: in order 1, 3, 5 and 7 sixteenths, in zigzag a quarter each."""
+    monkeypatch.setattr(attention_blocks, "TILE", 1)
+    options = attention_blocks.Options(causal=True)
+
+    def computed(rank: int, zigzag: bool) -> int:
+        places = Places(((rank, 4, True),), "cp", rank, 4, zigzag)
+        tiles = attention_blocks._tiles
+        return sum(1 for holder in range(4) for _ in tiles(options, places.rows(64), places.keys(holder, 64)))
+
+    in_order = [computed(rank, False) for rank in range(4)]
+    assert sum(in_order) == sum(computed(rank, True) for rank in range(4)) == 256 * 257 // 2
+    assert max(in_order) / sum(in_order) > 0.43
+    assert len({computed(rank, True) for rank in range(4)}) == 1
+
+
+def test_pieces_that_cannot_be_halved_keep_their_order() -> None:
+    args = [torch.randn(1, 2, 6, 4) for _ in range(3)]
+    rule = rule_for(example_call(functional.attention, args, "autopar.attention", {"causal": True}))
+    assert rule is not None
+    with pytest.raises(ShardingError, match="size 6, not divisible by 4"):
+        rule.shard({"cp": EVEN_LOAD}, {"cp": 2})
 
 
 @pytest.mark.timeout(150)

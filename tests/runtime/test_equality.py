@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from autopar import api
+from autopar import api, prepared
 from autopar.runtime.simulate import simulate
 from tests.runtime.equality_worker import Case, remember_captures
 from tests.runtime.processes import run_on
@@ -72,10 +72,10 @@ def on_four() -> dict[str, dict[str, float]]:
 
 @pytest.fixture(scope="module")
 def captured_once() -> Iterator[None]:
-    capture = api.capture
+    capture = prepared.capture
     remember_captures()
     yield
-    api.capture = capture
+    prepared.capture = capture
 
 
 @pytest.mark.parametrize("case", TWO_PROCESSES)

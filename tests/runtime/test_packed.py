@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-import autopar.api as api
+from autopar import api, prepared
 from autopar.errors import PlanError, UsageError
 from autopar.plans import Plan
 from autopar.runtime.simulate import simulate
@@ -34,7 +34,7 @@ CASES = [(kind, mesh, ()) for kind in PACKED for mesh in MESHES] + [
 @pytest.fixture(autouse=True, scope="module")
 def captured_once() -> Iterator[None]:
     """The same model in the same shapes is captured once, however many meshes it is planned for."""
-    capture, known = api.capture, {}
+    capture, known = prepared.capture, {}
 
     def cached(model: nn.Module, inputs: dict[str, Any], **options: Any) -> Any:
         shapes = [(name, tuple(item.shape)) for name, item in (*model.named_parameters(), *inputs.items())]
@@ -44,7 +44,7 @@ def captured_once() -> Iterator[None]:
         return known[key]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(api, "capture", cached)
+        patch.setattr(prepared, "capture", cached)
         yield
 
 
@@ -78,7 +78,7 @@ def test_loss_and_every_gradient_by_the_models_names(kind: str, mesh: str, fix: 
     def step(rank: int) -> tuple[float, float, dict[str, Tensor]]:
         run = made.on_rank()
         found = run.trainer.gradients(batch)
-        norm = float(run.trainer.model.store.gradient_norm())
+        norm = float(run.trainer.gradient_norm())
         return found, norm, {name: run.whole_gradient(name) for name in run.parameter_names}
 
     for found, norm, whole in simulate(ranks(made), step, timeout_s=120):

@@ -331,6 +331,6 @@ def outcome(made: api.Compiled, batch: dict[str, Any], rank: int = 0) -> dict[st
     loss = run.trainer.gradients(batch)
     return {
         "loss": loss,
-        "norm": float(run.trainer.model.store.gradient_norm()),
+        "norm": float(run.trainer.gradient_norm()),
         **{name: float(run.whole_gradient(name).norm()) for name in run.parameters},
     }
