@@ -127,6 +127,10 @@ def train(
         typer.Option("--metrics-port", min=1, max=65535, help="Prometheus text on this port of localhost"),
     ] = None,
     live: Annotated[bool, typer.Option("--live", help="a live view instead of a line per step")] = False,
+    profile: Annotated[
+        str | None,
+        typer.Option("--profile", help="STEPS:FILE, as 3-5:trace.json: a trace of these steps, for Perfetto"),
+    ] = None,
     compiled: Annotated[bool, typer.Option("--compile", help="run the blocks through torch.compile")] = False,
     fix: FixOption = None,
     mesh: MeshOption = None,
@@ -220,6 +224,7 @@ def train(
             tensorboard=tensorboard,
             metrics_port=metrics_port,
             live=live,
+            profile=profile,
             as_json=as_json,
             quiet=quiet,
         )

@@ -113,9 +113,7 @@ class Compiled:
             zero = Zero(layout.zero, axes, layout.offload in ("optimizer", "all"))
         if layout.pp == 1:
             store = ParameterStore(self.rank_program, groups, state, zero=zero)
-            return RankModel(
-                self.rank_program, groups, store, compiled=self._use_compile, recompute=kept
-            )
+            return RankModel(self.rank_program, groups, store, compiled=self._use_compile, recompute=kept)
         return Pipeline(
             self.rank_program,
             stages,

@@ -48,11 +48,12 @@ def ctc_loss(
     lengths = real.sum(-1)
     order = torch.argsort((~real).to(torch.uint8), dim=-1, stable=True)
     targets = labels.gather(-1, order).clamp(min=0)
+    losses: Tensor
     losses, _ = torch.ops.autopar.ctc_losses(log_probs, targets, input_lengths, lengths, blank, zero_infinity)
     if zero_infinity:
         losses = torch.where(torch.isinf(losses), 0.0, losses)
     if reduction == "none":
-        return losses  # type: ignore[no-any-return]
+        return losses
     if reduction == "sum":
         return losses.sum()
     return (losses / lengths.clamp(min=1).to(losses.dtype)).mean()

@@ -111,7 +111,8 @@ def export_model(
     partial = target.with_name(target.name + ".partial")
     first_only(lambda: _make(target, partial, replace))
     place, index = together(lambda: read_checkpoint_index(checkpoint), checkpoint)
-    names = together(lambda: _names(source, index), checkpoint)
+    # one rank builds the model: what Transformers switches meanwhile belongs to the process
+    names = first_only(lambda: _names(source, index))
     wanted = getattr(torch, dtype) if dtype is not None else None
     lacking = [name for name, alias in names.items() if alias is None]
     rest = _initial(source, lacking, seed) if lacking else {}
@@ -173,9 +174,11 @@ def _names(source: ModelSource, index: Index) -> dict[str, str | None]:
                 hint="--model with the model that the checkpoint is of",
             )
         found[own] = stored
-    if not any(found.values()):
+    known = {f"model/{name}" for names in aliases.values() for name in names}
+    foreign = [name for name in index if name.startswith("model/") and name not in known]
+    if foreign:
         raise ModelError(
-            f"the checkpoint has none of the tensors of {source.name}",
+            f"{source.name} has no {foreign[0].removeprefix('model/')}, which the checkpoint has",
             hint="--model with the model that the checkpoint is of",
         )
     return found

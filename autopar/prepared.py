@@ -113,7 +113,10 @@ def lowered_of(source: ModelSource, form: Form, plan: Plan, tell: Progress) -> R
             hint="the model the plan was made for, or a new plan",
         )
     tell("lowering")
-    solution = solution_of(plan, prepared.problem)
+    # At a batch of one its loops have other names than the plan's.
+    several = Form(form.of_batch(2), 2, form.seq) if micro.batch == 1 and form.batch > 1 else None
+    planned = None if several is None else prepare(source, several, plan.precision, lambda _: None).problem
+    solution = solution_of(plan, prepared.problem, planned)
     try:
         lowered = lower(prepared.program, prepared.problem, solution, mesh)
     except ShardingError as error:  # the search makes no such plan: it was edited, or is of another version

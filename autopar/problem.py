@@ -69,13 +69,14 @@ class Op:
 @dataclass(frozen=True)
 class Problem:
     """`outputs`: values that must end whole on every rank (the loss). `fixed`: op -> choices that a user's
-    annotations decide. `batch`: the size of the logical axis `batch` in these shapes."""
+    annotations decide; `asked`: the ops that do so by what was said of a tensor. `batch`: the size of the logical axis `batch` in these shapes."""
 
     values: Mapping[str, Value]
     ops: tuple[Op, ...]
     outputs: tuple[str, ...]
     batch: int
     fixed: Mapping[str, Choice] = field(default_factory=dict)
+    asked: frozenset[str] = frozenset()
 
     def __str__(self) -> str:
         return "\n".join(self._lines())

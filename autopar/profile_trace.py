@@ -27,6 +27,7 @@ FORWARD, BACKWARD, AGAIN = "forward ", "backward ", "forward again "
 _KINDS = (DATA, COMPUTE, OPTIMIZER, CHECKPOINT, OTHER)
 _MEASURED, _PREDICTED = 1_000_000, 2_000_000  # process numbers that no operating system gives out
 _TRACKS = {1: "blocks", 2: "collectives waited for", 3: "kinds of time"}
+_PIPELINE = "pipeline bubble and communication"
 _ENGINE = "autograd::engine::evaluate_function"
 
 
@@ -173,7 +174,7 @@ def _event(pid: int, track: int, span: Span, about: Mapping[str, Any]) -> dict[s
 
 def rows(plan: Plan, measured: Measured, steps: int) -> list[Row]:
     """Kinds of time, the whole step, then blocks (forward and backward of all their calls, waiting left out)."""
-    predicted = dict(plan.predicted.time_s)
+    predicted = _predicted(plan)
     seconds = _by_kind(plan, measured)
     found = [
         Row(kind, predicted.get(kind), seconds.get(kind, 0.0) / steps)
@@ -186,6 +187,14 @@ def rows(plan: Plan, measured: Measured, steps: int) -> list[Row]:
     for span, alone in zip(measured.blocks, _alone(measured), strict=True):
         blocks[_path(span.name)] += alone
     found += [Row(f"block {path}", None, spent / steps) for path, spent in blocks.items()]
+    return found
+
+
+def _predicted(plan: Plan) -> dict[str, float]:
+    """The plan's kinds of time; those that a measurement cannot tell apart together."""
+    found = dict(plan.predicted.time_s)
+    if layout_time.BUBBLE in found or layout_time.PIPELINE in found:
+        found[_PIPELINE] = found.pop(layout_time.BUBBLE, 0.0) + found.pop(layout_time.PIPELINE, 0.0)
     return found
 
 
@@ -205,7 +214,8 @@ def _by_kind(plan: Plan, measured: Measured) -> dict[str, float]:
     waits = _Inside(measured.waits)
     found[OPTIMIZER] += sum(span.seconds - waits.seconds(span) for span in updates)
     whole = sum(span.seconds for span in measured.kinds if span.name == COMPUTE)
-    found["the rest of the step"] = max(0.0, whole - sum(found.values()))
+    rest = layout_time.OTHER if layout_time.OTHER in plan.predicted.time_s else "the rest of the step"
+    found[rest] += max(0.0, whole - sum(found.values()))
     return found
 
 
@@ -213,8 +223,8 @@ def _kind_of(plan: Plan, collective: Collective, place: Place) -> str:
     """The plan's word for the time of a collective: by its axis, and whether a block's graph or the store asks for it."""
     axes = collective.axis.split("+")
     if layout_time.FORWARD in plan.predicted.time_s:
-        if collective.kind in ("send", "recv"):
-            return layout_time.BUBBLE if collective.kind == "recv" else layout_time.PIPELINE
+        if "pp" in axes:
+            return _PIPELINE
         if not place.node and "tp" not in axes:
             return layout_time.DATA
         special = {"cp": layout_time.CONTEXT, "ep": layout_time.EXPERT}

@@ -118,11 +118,19 @@ class StepProfiler:
     """`--profile STEPS:FILE`: the steps of a training loop that are profiled. `3:trace.json`, `3-5:trace.json`."""
 
     def __init__(
-        self, compiled: Compiled, text: str | None, *, say: Callable[[str], None] | None = None
+        self,
+        compiled: Compiled,
+        text: str | None,
+        *,
+        until: int | None = None,
+        say: Callable[[str], None] | None = None,
     ) -> None:
-        """Raises UsageError for a text of another form."""
+        """`until`: the last step of the run, with which a profile ends at the latest. Raises UsageError for a text of
+        another form."""
         self.compiled, self.say = compiled, say
         self.first, self.last, self.file = parse_steps(text) if text is not None else (0, -1, "")
+        if until is not None:
+            self.last = min(self.last, until)
         self._running: AbstractContextManager[Profile] | None = None
 
     @contextmanager
@@ -139,10 +147,6 @@ class StepProfiler:
             raise
         if number == self.last:
             self._end(None, None, None)
-
-    def close(self) -> None:
-        """Write the trace of a run that ended before the last step asked for."""
-        self._end(None, None, None)
 
     def _end(self, *error: Any) -> None:
         running, self._running = self._running, None

@@ -174,7 +174,7 @@ def ctc_backward(
 def wrapper_tensor(kind: Any, like: torch.Tensor) -> Any:
     """A tensor of the subclass `kind` that has the shape, strides, dtype and device of `like`, and no storage. Subclasses
     with `__torch_dispatch__` have no public constructor for that."""
-    make: Any = torch.Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
+    make: Any = torch.Tensor._make_wrapper_subclass
     return make(kind, like.shape, strides=like.stride(), dtype=like.dtype, device=like.device)
 
 
@@ -258,9 +258,13 @@ def watch_collectives(watcher: CollectiveWatcher) -> Callable[[], None]:
 
     def replace(holder: Any, name: str, make: Callable[[Any], Any]) -> None:
         original = getattr(holder, name, None)
-        if original is not None:
-            setattr(holder, name, make(original))
-            undo.append(lambda: setattr(holder, name, original))
+        if original is None:
+            return
+        own = vars(holder).get(
+            name
+        )  # not `original`: a class gives its methods out unbound, and would keep them so
+        setattr(holder, name, make(original))
+        undo.append(lambda: delattr(holder, name) if own is None else setattr(holder, name, own))
 
     for name, kind in _IN_GRAPH.items():
         packet = getattr(c10d_functional, name, None)
@@ -337,3 +341,9 @@ def _told_work(watcher: CollectiveWatcher, original: Any) -> Any:
             watcher.end(begun)
 
     return wait
+
+
+def is_view(tensor: torch.Tensor) -> bool:
+    """Whether autograd has a tensor as a view of another. If `_is_view` goes: always say yes, which costs a copy of what
+    pipeline stages send."""
+    return bool(tensor._is_view())

@@ -28,6 +28,7 @@ from autopar.export import CONFIG, export_model, tokenizer_files
 from autopar.models.model_source import ModelSource
 from autopar.models.source import find_model
 from autopar.plans import Plan
+from autopar.profiling import StepProfiler, parse_steps
 from autopar.runtime.checkpoint import (
     first_only,
     has_checkpoint,
@@ -75,6 +76,7 @@ class TrainOptions:
     tensorboard: Path | None = None
     metrics_port: int | None = None
     live: bool = False
+    profile: str | None = None
 
 
 def train_rank(model: str, plan: Plan, options: TrainOptions, tell_result: Callable[[str], None]) -> int:
@@ -82,6 +84,8 @@ def train_rank(model: str, plan: Plan, options: TrainOptions, tell_result: Calla
 
     Returns the exit code: 0, or EXIT_STOPPED where SIGTERM asked for an end and a checkpoint was written.
     """
+    if options.profile is not None:
+        parse_steps(options.profile)
     source = find_model(model)
     batch_of = batches(
         source, plan, data=options.data, tokenizer=options.tokenizer, seed=options.seed
@@ -242,9 +246,10 @@ class _Training:
 
     def _steps(self, monitor: Monitor, saver: Saver | None, asked: StopRequest | None) -> bool:
         """Train to the last step; whether an end was asked for before."""
+        profiler = StepProfiler(self.run, self.options.profile, until=self.options.steps, say=self.say)
         while self.trainer.step_count < self.options.steps:
             began = time.perf_counter()
-            with monitor.step():
+            with monitor.step(), profiler.step(self.trainer.step_count + 1):
                 with monitor.doing("data"):
                     batch = self.batch_of(self.trainer.step_count, self.position)
                 with monitor.doing("compute"):

@@ -44,6 +44,7 @@ _DROPPED = {
     aten._assert_async.msg,
     aten.sym_constrain_range_for_size.default,
 }
+_SEE_STRIDES = {aten.as_strided.default, aten.view.dtype, aten.view_as_complex.default}
 _VIEWS = {aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.flatten.using_ints}
 
 
@@ -53,6 +54,9 @@ def normalize(graph: Graph, outputs: set[Node]) -> None:
         if node.target in _DROPPED:
             graph.erase_node(node)
         elif node.target in (aten.alias.default, aten.lift_fresh_copy.default) and node not in outputs:
+            node.replace_all_uses_with(node.all_input_nodes[0])
+            graph.erase_node(node)
+        elif node.target is aten.clone.default and node not in outputs and _needs_no_copy(node):
             node.replace_all_uses_with(node.all_input_nodes[0])
             graph.erase_node(node)
         elif node.target in (aten.view.default, aten._unsafe_view.default):
@@ -87,6 +91,17 @@ def normalize(graph: Graph, outputs: set[Node]) -> None:
         elif node.target is aten.cross_entropy_loss.default:
             _unflatten_loss(graph, node)
     pieces_as_batch(graph)
+
+
+def _needs_no_copy(clone: Node) -> bool:
+    """Whether nothing that takes a copy sees how it lies in memory. (`contiguous()` traces as a copy or as nothing, by
+    the size of the batch; of a graph without mutation it is nothing.)"""
+    return all(
+        isinstance(user.target, torch._ops.OpOverload)
+        and user.target.namespace == "aten"
+        and user.target not in _SEE_STRIDES
+        for user in clone.users
+    )
 
 
 def _drop_empty_pieces(node: Node) -> None:

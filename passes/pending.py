@@ -35,11 +35,12 @@ torch.library.define("autopar::left_out_layers", "(Tensor[] values, int run, str
 LEFT_OUT = torch.ops.autopar.left_out_layer.default
 RUN = torch.ops.autopar.left_out_layers.default
 
+_ANY: Any = Tensor  # whose properties are descriptors, which its types do not say
 # What a tensor that does not exist yet can tell, and what changes no order of ops.
 _READS = frozenset(
     (
-        Tensor.shape.__get__, Tensor.dtype.__get__, Tensor.device.__get__, Tensor.ndim.__get__, Tensor.size,
-        Tensor.dim, Tensor.numel, Tensor.is_floating_point, torch.is_floating_point,
+        _ANY.shape.__get__, _ANY.dtype.__get__, _ANY.device.__get__, _ANY.ndim.__get__, Tensor.size, Tensor.dim,
+        Tensor.numel, Tensor.is_floating_point, torch.is_floating_point,
     )
 )  # fmt: skip
 
@@ -96,7 +97,9 @@ class Pending(Tensor):
         return func(*args, **kwargs)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         raise RuntimeError(
             f"{func} is given the result of a left-out layer behind the back of torch functions"
         )

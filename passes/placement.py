@@ -34,6 +34,7 @@ from autopar.passes.pricing import (
     normal_use,
     total_s,
 )
+from autopar.passes.propagate import with_replicated_keys
 from autopar.problem import Op, Problem, Solution, Value
 from autopar.sharding import Sharding, Use
 
@@ -61,6 +62,7 @@ def solve(problem: Problem, mesh: Mesh, prices: Prices) -> Solution:
     among up to three users at a time while searching, or none; and where even that is too much, the best that
     `elimination.improve` finds. Raises ConstraintError where what is fixed cannot be had.
     """
+    problem = with_replicated_keys(problem, mesh)
     pricer = Pricer(problem, mesh, prices)
     found = _candidates(problem, mesh)
     for party in (len(problem.ops) + 1, 3, 1):

@@ -11,6 +11,7 @@ operand and result that has it.
 
 from __future__ import annotations
 
+import math
 import re
 from collections import deque
 from collections.abc import Sequence
@@ -19,8 +20,10 @@ from fnmatch import fnmatchcase
 
 from autopar.errors import ConstraintError, ShardingError, UsageError
 from autopar.mesh import Mesh
+from autopar.passes.candidates import TENSOR_AXIS
 from autopar.problem import Op, Problem
 from autopar.program import Program
+from autopar.rules.rule import JOINT
 from autopar.sharding import Sharding
 
 MESH_AXES = ("dp", "fsdp", "ep", "cp", "tp")
@@ -90,6 +93,7 @@ class _Propagation:
         self.problem = problem
         self.values: dict[str, dict[str, tuple[int, str]]] = {}  # value -> axis -> (dim, source)
         self.ops: dict[str, dict[str, tuple[str, str]]] = {}  # op -> axis -> (factor, source)
+        self.asked: set[str] = set()  # values that the user named
         self.notes: list[str] = []
         self.queue: deque[tuple[str, int, str, str]] = deque()
         self.touching: dict[str, list[Op]] = {}
@@ -179,7 +183,8 @@ def propagate(
         op: {axis: factors[axis][0] for axis in sorted(factors, key=order.__getitem__)}
         for op, factors in work.ops.items()
     }
-    return replace(problem, fixed=fixed), tuple(dict.fromkeys(work.notes))
+    asked = frozenset(op.name for op in problem.ops if work.asked & set(op.operands))
+    return replace(problem, fixed=fixed, asked=asked), tuple(dict.fromkeys(work.notes))
 
 
 def _seed_state(work: _Propagation, program: Program, constraint: Constraint) -> None:
@@ -204,6 +209,7 @@ def _seed_state(work: _Propagation, program: Program, constraint: Constraint) ->
                 )
             for dim, axes in enumerate(constraint.sharding.dims):
                 for axis in axes:
+                    work.asked.add(value)
                     work.split_value(value, dim, axis, constraint.text, asked=True)
     if not matched:
         examples = list(program.state)[1:4]
@@ -244,9 +250,64 @@ def _seed_logical(work: _Propagation, constraint: Constraint) -> None:
                     work.split_value(value.name, dim, axis, constraint.text, asked=False)
 
 
+def with_replicated_keys(problem: Problem, mesh: Mesh) -> Problem:
+    """The Problem with what is fixed as this mesh can have it where `heads=tp` splits finer than the heads of keys.
+
+    Attention splits its dim (kv rep) as one: each rank has the keys and values of the heads that live there
+    (`kv.rep`). What makes the keys' heads, up to their projections, is then for the planner to place, but where the
+    user said of a tensor how it is to be split.
+    """
+    fixed = {name: dict(choice) for name, choice in problem.fixed.items()}
+    freed: list[tuple[Op, str, str]] = []
+    for op in problem.ops:
+        if op.rule is None:
+            continue
+        for joint in op.rule.joint:
+            first = joint.split(JOINT)[0]
+            axes = [axis for axis, factor in fixed.get(op.name, {}).items() if factor == first]
+            ways = math.prod(mesh.sizes.get(axis, 1) for axis in axes)
+            if axes != [TENSOR_AXIS] or not op.rule.sizes[first] % ways or op.rule.size_of(joint) % ways:
+                continue
+            fixed[op.name][TENSOR_AXIS] = joint
+            freed.append((op, first, joint))
+    _free_makers(problem, fixed, freed)
+    return replace(problem, fixed=fixed) if freed else problem
+
+
+def _free_makers(
+    problem: Problem, fixed: dict[str, dict[str, str | None]], freed: Sequence[tuple[Op, str, str]]
+) -> None:
+    """Let go of tp on the ops that keys and values come from: backward from attention, along the dim of their heads."""
+    makers = {name: op for op in problem.ops for name in op.results}
+    waiting = [
+        (name, index)
+        for op, first, _ in freed
+        if op.rule is not None
+        for name, dims in zip(op.operands, op.rule.operands, strict=True)
+        for index, dim in enumerate(dims)
+        if dim == (first,)
+    ]
+    while waiting:
+        name, index = waiting.pop()
+        maker = makers.get(name)
+        if maker is None or maker.rule is None:
+            continue
+        dim = maker.rule.results[maker.results.index(name)][index]
+        if not dim or fixed.get(maker.name, {}).get(TENSOR_AXIS) != dim[0] or maker.name in problem.asked:
+            continue
+        del fixed[maker.name][TENSOR_AXIS]
+        waiting += [
+            (operand, at)
+            for operand, dims in zip(maker.operands, maker.rule.operands, strict=True)
+            for at, other in enumerate(dims)
+            if other and other[0] == dim[0]
+        ]
+
+
 def check_fixed(problem: Problem, mesh: Mesh, constraints: Sequence[str]) -> None:
-    """Raise ConstraintError where a fixed choice does not divide on this mesh, saying which sizes would do."""
-    sizes = mesh.sizes
+    """Raise ConstraintError where a fixed choice does not divide on this mesh, saying which sizes would do. Heads that
+    split finer than those of the keys do (`with_replicated_keys`)."""
+    problem, sizes = with_replicated_keys(problem, mesh), mesh.sizes
     worst: dict[str, set[int]] = {}
     for op in problem.ops:
         ways: dict[str, int] = {}
@@ -255,8 +316,9 @@ def check_fixed(problem: Problem, mesh: Mesh, constraints: Sequence[str]) -> Non
                 ways[factor] = ways.get(factor, 1) * sizes.get(axis, 1)
         for factor, count in ways.items():
             assert op.rule is not None
-            if op.rule.sizes[factor] % count:
-                worst.setdefault(op.logical.get(factor, factor), set()).add(op.rule.sizes[factor])
+            if op.rule.size_of(factor) % count:
+                name = op.logical.get(factor.split(JOINT)[0], factor)
+                worst.setdefault(name, set()).add(op.rule.size_of(factor))
     if not worst:
         return
     name, found = next(iter(worst.items()))

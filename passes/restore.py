@@ -12,11 +12,18 @@ from autopar.errors import PlanError, ShardingError
 from autopar.mesh import Mesh
 from autopar.plans import Plan
 from autopar.problem import Op, Problem, Solution, Value
+from autopar.rules.rule import PAIR
 from autopar.sharding import Sharding
 
 
-def solution_of(plan: Plan, problem: Problem) -> Solution:
-    """Choices and shardings of `plan`, over the values and ops of `problem`."""
+def solution_of(plan: Plan, problem: Problem, planned: Problem | None = None) -> Solution:
+    """Choices and shardings of `plan`, over the values and ops of `problem`.
+
+    `planned`: the same model's Problem at a batch of several sequences, where `problem` is of a single one: rules then
+    have no loop over the batch, and other names for the loops that are left.
+    """
+    if planned is not None:
+        plan = _renamed(plan, planned, problem)
     mesh = plan.run_mesh
     known = {op.name for op in problem.ops}
     choices: dict[str, dict[str, str | None]] = {op.name: {} for op in problem.ops}
@@ -111,3 +118,35 @@ def _results(op: Op, choice: Mapping[str, str | None], mesh: Mesh) -> dict[str, 
             f"the plan cannot be run: {error.what}", where=f"plan.blocks, {op.name}", hint="a new plan"
         ) from error
     return dict(zip(op.results, sharded.results, strict=True))
+
+
+def _renamed(plan: Plan, planned: Problem, problem: Problem) -> Plan:
+    """The plan with the loops of ops as they are called in `problem`."""
+    before, after = ({op.name: op for op in each.ops} for each in (planned, problem))
+    blocks = {}
+    for block, part in plan.blocks.items():
+        ops = {}
+        for node, choice in part.ops.items():
+            names = _new_names(before.get(f"{block}/{node}"), after.get(f"{block}/{node}"))
+            ops[node] = {
+                axis: PAIR.join(names.get(one, one) for one in factor.split(PAIR))
+                for axis, factor in choice.items()
+            }
+        blocks[block] = part.model_copy(update={"ops": ops})
+    return plan.model_copy(update={"blocks": blocks})
+
+
+def _new_names(old: Op | None, new: Op | None) -> dict[str, str]:
+    """Loop of the rule at a batch of several -> the loop at the same place of the rule at a batch of one."""
+    if old is None or new is None or old.rule is None or new.rule is None:
+        return {}
+    found: dict[str, str] = {}
+    pairs = zip(
+        (*old.rule.operands, *old.rule.results), (*new.rule.operands, *new.rule.results), strict=False
+    )
+    for was, now in pairs:
+        for mine, theirs in zip(was, now, strict=False):
+            left = [factor for factor in mine if old.logical.get(factor) != "batch"]
+            if len(left) == len(theirs):
+                found.update(zip(left, theirs, strict=True))
+    return found

@@ -66,7 +66,8 @@ def _select_blocks(
     tokens = chosen.unsqueeze(-1).expand(batch, rows, blocks, ratio).reshape(batch, rows, blocks * ratio)
     tokens = torch.nn.functional.pad(tokens, (0, rows - blocks * ratio))
     own = (place >= complete * ratio) & (place <= place.unsqueeze(-1))
-    return (tokens | own).unsqueeze(1)
+    visible: Tensor = (tokens | own).unsqueeze(1)
+    return visible
 
 
 REWRITES: Mapping[str, Callable[..., Tensor]] = {"_deepstack_process": _deepstack_process}

@@ -17,8 +17,9 @@ from functools import cached_property
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
-from autopar.passes.boundary import LAYER_INPUTS, LAYER_OUTPUTS, LEFT_OUT, MARKERS, LayerCall
+from autopar.passes.boundary import LAYER_INPUTS, LAYER_OUTPUTS, MARKERS, LayerCall
 from autopar.passes.fold import FoldError, Stack
+from autopar.passes.pending import LEFT_OUT
 from autopar.program import node_info, op_name
 from autopar.torch_private import module_path
 

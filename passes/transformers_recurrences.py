@@ -27,7 +27,7 @@ _EXPORTING = "is_torchdynamo_exporting"
 
 def _chunked(module: Any) -> dict[str, Callable[..., Any]]:
     """The functions of a Python module that compute a recurrence in chunks."""
-    found = {}
+    found: dict[str, Callable[..., Any]] = {}
     for name, value in vars(module).items():
         if inspect.isfunction(value) and "chunk" in name:
             with contextlib.suppress(TypeError, ValueError):

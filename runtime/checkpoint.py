@@ -239,7 +239,8 @@ def load_checkpoint(
 
 
 def _read(folder: Path, index: Index, plan: list[Wanted]) -> None:
-    shares = {item.share.key: item.share for item in plan if item.share is not None}
+    asked = [item.share for item in plan if item.share is not None]
+    shares = {share.key: share for share in asked}
     with _quiet_alone(), translated(folder):
         load(
             {},
@@ -247,6 +248,8 @@ def _read(folder: Path, index: Index, plan: list[Wanted]) -> None:
             planner=SharesLoadPlanner(shares),
             no_dist=not several(),
         )
+    for share in asked:  # two may want the same: pieces of a packed parameter their one step counter
+        share.tensor.copy_(shares[share.key].tensor)
 
 
 def check_files(folder: Path) -> None:

@@ -65,8 +65,8 @@ class Ema:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Inside, the parameters are the averages: what saves or evaluates the model does so with them. Afterwards they
-        are what they were, bit for bit."""
+        """Inside, the shares are the averages: what saves or exports the model does so with them. Afterwards they are
+        what they were, bit for bit. Replicas that blocks take instead of shares (ZeRO 1 and 2) are not touched."""
         parameters = {name: self.store.parameters[name] for name in self._tensors}
         before = {name: parameter.data for name, parameter in parameters.items()}
         for name, parameter in parameters.items():

@@ -47,7 +47,7 @@ class Gradients:
         for entry in store.entries.values():
             if entry.replica is not None and entry.replica.requires_grad:
                 entry.replica.register_post_accumulate_grad_hook(
-                    lambda leaf, entry=entry: self._arrived(entry, leaf)  # type: ignore[misc]
+                    lambda leaf, entry=entry: self._arrived(entry, leaf)
                 )
 
     # ---- during backward -----------------------------------------------------------------------------------
@@ -131,8 +131,8 @@ class Gradients:
             else:
                 left[entry.span.axes].append((entry, gradient))
         for entries in left.values():
-            for bucket in _buckets(entries, lambda each: each[0].chunk * each[0].span.size * 4):
-                self._scatter(bucket)
+            for together in _buckets(entries, lambda each: each[0].chunk * each[0].span.size * 4):
+                self._scatter(together)
 
     def _sum_shared(self) -> None:
         # All members walk the same names in the same order, so that the sums of one parameter meet.

@@ -32,6 +32,7 @@ SIMULATED = "simulated"  # the backend of `autopar.runtime.simulate`, whose rank
 
 # What gloo, NCCL and torch's store say (as a RuntimeError of no class of its own) when a peer is late, or gone.
 _LATE = re.compile(r"timed? ?out|timeout", re.IGNORECASE)
+_TAKEN = re.compile(r"EADDRINUSE|address already in use", re.IGNORECASE)
 _GONE = re.compile(r"connection|broken pipe|gloo|nccl|socket|peer", re.IGNORECASE)
 
 
@@ -128,6 +129,12 @@ def peer_errors(where: str) -> Iterator[None]:
         yield
     except RuntimeError as error:
         text = next(iter(str(error).splitlines()), "")
+        if _TAKEN.search(str(error)):  # before any group is there
+            raise TrainingError(
+                f"the port of the rendezvous is in use by another program ({text})",
+                where=f"MASTER_PORT={os.environ.get('MASTER_PORT', '')}",
+                hint="another MASTER_PORT (torchrun --master-port), or --standalone, which finds one that is free",
+            ) from error
         if _LATE.search(str(error)):
             what = f"a collective timed out: another rank did not take part in it ({text})"
             hint = "to look at what the other ranks do (py-spy dump), or a longer --timeout if they are only slow"

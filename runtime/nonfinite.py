@@ -3,8 +3,8 @@
 In:  a rank model (or a pipeline) and the micro-batches of the step whose loss or gradient norm is nan or infinite.
 Out: one sentence, the same on every rank: the first op that made such a value, its layer, block and rank.
 
-    nan, first in %mul_5 = aten.mul of block model_layers, layer model.layers.3, rank 1: 12 nan of 4,096 values, from
-    %linear_2 up to 3.2e+38 and %sigmoid up to 0; at modeling_llama.py:183
+    4,096 infinite of 4,096 values in %linear_5 = aten.linear of %copy_1 up to 3.9, %mlp_up_proj_weight up to 3e+38;
+    block model_layers, layer model.layers.2, rank 1, at modeling_llama.py:183
 
 Every op of the step is looked at, forward and backward, on every rank; the collectives are those of any step, so all
 ranks do it together. An infinity that a graph writes (a mask filled with -inf), and what only hands one on, is not
@@ -343,10 +343,11 @@ def _writes_infinity(node: Node) -> bool:
 
 
 def _line(node: Node) -> str:
-    """The line of the model's code: the last of the node's stack trace."""
+    """The line of the model's code: the last of the node's stack trace that is not torch's own."""
     lines = [line.strip() for line in str(node.meta.get("stack_trace") or "").splitlines() if "File " in line]
-    if not lines:
+    own = [line for line in lines if "/torch/nn/" not in line] or lines
+    if not own:
         return ""
-    _, _, rest = lines[-1].partition('File "')
+    _, _, rest = own[-1].partition('File "')
     file, _, rest = rest.partition('", line ')
     return f"at {file.rsplit('/', 1)[-1]}:{rest.partition(',')[0]}"

@@ -7,8 +7,8 @@ Out: seconds by kind (they add up to the wall time), and at any moment, for a th
     {"data": 0.001, "compute": 0.41, "communication tp": 0.12, "bubble": 0.0, "optimizer": 0.02, ...}
 
 Kinds: `data`, `compute`, `communication AXIS` (waiting for a collective that nothing hides, its slowest member
-included), `bubble` (waiting for tensors of another pipeline stage, their transfer included), `optimizer`,
-`checkpoint`, `other`. On a CPU a wait blocks, and is timed where it blocks. On CUDA it does not: two events around it
+included), `bubble` (sending to and receiving from other pipeline stages: mostly waiting for them, and the transfer,
+which gloo does not tell apart), `optimizer`, `checkpoint`, `other`. On a CPU a wait blocks, and is timed where it blocks. On CUDA it does not: two events around it
 on the stream are read when the step is over, and their time is taken off compute.
 """
 
@@ -264,16 +264,19 @@ class Observer:
         if collective is None or not (here or collective.axis in self._told_axes()):
             return None
         before = self.place
-        if before.part == "backward" and not in_backward():  # it is over
-            before = replace(before, part="", path="", block="", node="", note="reducing gradients")
-        self._move(replace(before, waiting=collective))
+        between = collective.kind in ("send", "recv")
+        place = before
+        if between or (before.part == "backward" and not in_backward()):  # it is over
+            note = "the pipeline's schedule" if between else "reducing gradients"
+            place = replace(before, part="", path="", block="", node="", note=note)
+        self._move(replace(place, waiting=collective))
         counted = self._kinds[-1] in (COMPUTE, OPTIMIZER) and before.waiting is None
-        kind = BUBBLE if collective.kind == "recv" else COMMUNICATION + collective.axis
+        kind = BUBBLE if between else COMMUNICATION + collective.axis
         blocks = self.groups.device.type != "cuda"
         if counted and blocks and here:
             self._enter(kind)
         event = _event() if counted and not blocks else None
-        named = self._range(collective, before) if self.profiling else None
+        named = self._range(collective, place) if self.profiling else None
         return before, counted and blocks and here, event, kind, named, collective
 
     def end(self, begun: Any) -> None:

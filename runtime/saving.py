@@ -43,7 +43,7 @@ from autopar.runtime.checkpoint import (
 )
 from autopar.runtime.checkpoint_state import Extra
 from autopar.runtime.checkpoint_storage import MANIFEST, PARTIAL, REPLACED
-from autopar.runtime.groups import peer_errors
+from autopar.runtime.groups import SIMULATED, peer_errors
 from autopar.runtime.trainer import Trainer
 
 # A rank may take much longer than another to write: the wait for it is not that of a collective in a step.
@@ -136,9 +136,14 @@ class Saver:
         self._writing: ProcessGroup | None = None
         first_only(lambda: check_target(folder))
         if several():
-            self._agreement = dist.new_group(backend="gloo")
-            self._writing = dist.new_group(backend="gloo", timeout=timedelta(seconds=WRITING_TIMEOUT_S))
+            backend = None if self._simulated else "gloo"
+            self._agreement = dist.new_group(backend=backend)
+            self._writing = dist.new_group(backend=backend, timeout=timedelta(seconds=WRITING_TIMEOUT_S))
         self._tell_interval()
+
+    @property
+    def _simulated(self) -> bool:
+        return dist.is_initialized() and dist.get_backend() == SIMULATED
 
     # ---- after every step ----------------------------------------------------------------------------------------
 
@@ -281,6 +286,8 @@ class Saver:
 
     def _in_background(self) -> bool:
         """Whether this save is asynchronous: as asked, else for enough bytes that fit into memory a second time."""
+        if self._simulated:  # a rank is a thread, and another thread is no rank
+            return False
         if self._asynchronous is None:
             size = sum(
                 tensor.nbytes

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from autopar import torch_private
 from autopar.passes.stages import Stage
 from autopar.runtime.groups import Groups
 from autopar.runtime.model import Functions, RankModel, weight_of
@@ -61,9 +62,7 @@ class StageModel(nn.Module):
         results = self.ranks(values)
         self.ranks.update_buffers(results)
         if not self.stage.is_last:
-            # What only passes through would leave as the very tensor that came in, without a step of autograd's.
-            sent = (results[f"send {each.name}"] for each in self.stage.sends)
-            return tuple(value.view_as(value).contiguous() for value in sent)
+            return tuple(_sent(results[f"send {each.name}"], received) for each in self.stage.sends)
         return self._weighted(micro, results, received)
 
     def _weighted(self, micro: int, results: Mapping[str, Tensor], received: Sequence[Tensor]) -> Tensor:
@@ -75,3 +74,10 @@ class StageModel(nn.Module):
         # Not a single label: the mean is undefined, and its gradients are none rather than not a number.
         nothing = [value.sum() * 0.0 for value in received if value.requires_grad]
         return torch.stack(nothing).sum()
+
+
+def _sent(value: Tensor, received: Sequence[Tensor]) -> Tensor:
+    """A tensor that may leave: contiguous, and of its own. Torch's schedules detach what they have gone back from in
+    place, which a view cannot be; and what only passes through needs a step of autograd's."""
+    passes = any(value is each for each in received)
+    return value.clone() if passes or torch_private.is_view(value) else value.contiguous()

@@ -150,7 +150,8 @@ class Adafactor(_OnShares):
         """The form in which a state is kept between steps. A factor [1, n] that is kept so could be taken for a share of
         the parameter that has one row; flat it cannot."""
         if key == "variance":
-            return self.store.share(entry.name, value).reshape(entry.parameter.shape).clone()
+            share = self.store.share(entry.name, value).reshape(entry.parameter.shape)
+            return share.to(entry.parameter.device, copy=True)
         return value.flatten() if key in ("row_var", "col_var") else value
 
     def _taken(self, entry: Entry, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -159,8 +160,9 @@ class Adafactor(_OnShares):
         if "variance" in found:
             found["variance"] = self.store.whole(entry.name, found["variance"]).clone()
         if "row_var" in found:
-            found["row_var"] = found["row_var"].view(*shape[:-1], 1)
-            found["col_var"] = found["col_var"].view(*shape[:-2], 1, shape[-1])
+            device = self.store.groups.device
+            found["row_var"] = found["row_var"].to(device).view(*shape[:-1], 1)
+            found["col_var"] = found["col_var"].to(device).view(*shape[:-2], 1, shape[-1])
         return found
 
 

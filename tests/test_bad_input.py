@@ -3,22 +3,17 @@ AutoparError; and nothing that was there before is lost."""
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 
 import autopar
 from autopar import cli
-from autopar.errors import AutoparError, ConstraintError, TrainingError
-from autopar.runtime import checkpoint
+from autopar.errors import ConstraintError, TrainingError
 from tests.tiny import tiny
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -214,124 +209,6 @@ def test_a_clash_is_one_in_either_order(here: Path, turn: int) -> None:
 
 
 # ---- checkpoints ---------------------------------------------------------------------------------------------------
-
-
-class Killed(BaseException):
-    """Stands for SIGKILL: nothing of ours runs after it."""
-
-
-def _operations(monkeypatch: pytest.MonkeyPatch, limit: int) -> list[str]:
-    """Let the first `limit` operations on files happen, and kill at the next. Returns those that happened."""
-    done: list[str] = []
-
-    def counted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        def operation(*arguments: Any, **options: Any) -> Any:
-            if len(done) >= limit:
-                raise Killed
-            done.append(name)
-            return function(*arguments, **options)
-
-        return operation
-
-    for place, name in (
-        (Path, "replace"),
-        (Path, "unlink"),
-        (Path, "write_text"),
-        (os, "fsync"),
-        (checkpoint, "save_file"),
-    ):
-        monkeypatch.setattr(place, name, counted(name, getattr(place, name)))  # fmt: skip
-    return done
-
-
-def test_a_save_killed_at_any_moment_leaves_a_whole_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model, batch = tiny("gpt2")
-    run = autopar.compile(model, "cpu:1", batch).start()
-    name = next(iter(run.parameters))
-    states = {}
-    run.save(tmp_path / "pristine")
-    for step in (1, 2):
-        run.train_step(batch)
-        states[step] = run.parameters[name].detach().clone()
-        if step == 1:
-            run.save(tmp_path / "run")
-            (tmp_path / "run" / "notes.txt").write_text("mine")
-    found = []
-    for limit in range(100):
-        run.trainer.step_count = 2
-        with torch.no_grad():
-            run.parameters[name].copy_(states[2])
-        with monkeypatch.context() as patch:
-            done = _operations(patch, limit)
-            with contextlib.suppress(Killed):
-                run.save(tmp_path / "run")
-        killed = len(done) == limit
-        run.load(tmp_path / "run")
-        found.append(run.trainer.step_count)
-        assert torch.equal(run.parameters[name], states[found[-1]])
-        if not killed:
-            break
-        if found[-1] == 2:  # back to a folder that has step 1, by a save over what the crash left
-            run.load(tmp_path / "pristine")
-            with torch.no_grad():
-                run.parameters[name].copy_(states[1])
-            run.trainer.step_count = 1
-            run.save(tmp_path / "run")
-    assert found == sorted(found)
-    assert set(found) == {1, 2}
-    assert not killed
-    assert sorted(file.name for file in (tmp_path / "run").iterdir()) == [
-        "model.safetensors", "notes.txt", "optimizer.safetensors", "training.json",
-    ]  # fmt: skip
-
-
-def _saved(folder: Path, kind: str = "gpt2") -> autopar.Compiled:
-    model, batch = tiny(kind)
-    run = autopar.compile(model, "cpu:1", batch).start()
-    run.train_step(batch)
-    run.save(folder)
-    return run
-
-
-def test_bad_checkpoints_are_refused_and_change_nothing(tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    run = _saved(folder)
-    saved = {file.name: file.read_bytes() for file in folder.iterdir()}
-    before = {name: parameter.detach().clone() for name, parameter in run.parameters.items()}
-    about = json.loads(saved["training.json"])
-    damage: dict[str, dict[str, bytes]] = {
-        "truncated weights": {"model.safetensors": saved["model.safetensors"][:-1000]},
-        "truncated optimizer": {"optimizer.safetensors": saved["optimizer.safetensors"][:-1000]},
-        "no header": {"model.safetensors": b"\0\0"},
-        "no step": {"training.json": b"{}"},
-        "no JSON": {"training.json": b"{"},
-        "newer": {"training.json": json.dumps({**about, "format": 99}).encode()},
-        "other model": {"training.json": json.dumps({**about, "fingerprint": "0" * 64}).encode()},
-        "swapped files": {"model.safetensors": saved["optimizer.safetensors"]},
-        "other optimizer": {"optimizer.safetensors": saved["model.safetensors"]},
-    }
-    with torch.no_grad():
-        next(iter(run.parameters.values())).add_(1.0)
-    before = {name: parameter.detach().clone() for name, parameter in run.parameters.items()}
-    for case, files in damage.items():
-        for name, content in {**saved, **files}.items():
-            (folder / name).write_bytes(content)
-        with pytest.raises(AutoparError) as caught:
-            run.load(folder)
-        assert caught.value.hint, case
-        assert str(folder) in str(caught.value), case
-        assert all(torch.equal(before[name], parameter) for name, parameter in run.parameters.items()), case
-
-
-def test_a_run_never_replaces_a_model_that_it_did_not_save(tmp_path: Path) -> None:
-    folder = tmp_path / "weights"
-    folder.mkdir()
-    (folder / "model.safetensors").write_bytes(b"precious")
-    with pytest.raises(TrainingError, match="would replace it"):
-        _saved(folder)
-    assert (folder / "model.safetensors").read_bytes() == b"precious"
 
 
 def test_resume_says_where_it_starts(here: Path, run: Callable[..., tuple[int, str, str]]) -> None:

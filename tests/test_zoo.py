@@ -1,4 +1,4 @@
-"""A dozen of the zoo, one of each mechanism: two simulated ranks give the unsharded loss and every gradient.
+"""Some of the zoo, one of each mechanism: two simulated ranks give the unsharded loss and every gradient.
 
 The whole zoo is `make zoo`; the same on processes, with fewer models, is tests/runtime.
 """
@@ -29,11 +29,13 @@ DOZEN = {
     "bamba": "Mamba and attention layers",
     "whisper": "audio",
     "qwen3_next": "linear attention",
+    "wav2vec2": "a CTC loss",
+    "qwen4_exp_text": "blocks of keys chosen for each query",
 }
 
 
-# Its loops over chunks, written out, take most of a minute to capture.
-SLOW = {"qwen3_next"}
+# Five to ten seconds to capture.
+SLOW = {"qwen3_next", "qwen4_exp_text"}
 
 
 @pytest.mark.parametrize(

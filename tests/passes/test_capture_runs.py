@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,7 +19,6 @@ from tests.passes.test_capture import (
     Between,
     Collected,
     Hooked,
-    InPlaceLayer,
     Layer,
     LeakingLayer,
     OwnInput,
@@ -47,8 +47,6 @@ _MLA = {
     "num_key_value_heads": 4, "head_dim": 4, "moe_intermediate_size": 16,
 }  # fmt: skip
 _T5 = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 6, "num_heads": 4, "vocab_size": 96}
-_NEXT = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "num_experts": 0}
-_ALTUP = {"vocab_size_per_layer_input": 96, "hidden_size_per_layer_input": 8, "laurel_rank": 4}
 
 # What is special about it -> class of the model, its config's fields.
 CASES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
@@ -58,15 +56,7 @@ CASES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "dense, then experts": ("DeepseekV3ForCausalLM", {**_SIZES, **_MLA}),
     "router logits": ("MixtralForCausalLM", {**_SIZES, "num_local_experts": 4, "output_router_logits": True}),
     "encoder and decoder": ("T5ForConditionalGeneration", {**_T5, "decoder_start_token_id": 0}),
-    "inputs per layer": (
-        "Gemma3nForCausalLM",
-        {**_SIZES, **_ALTUP, "num_kv_shared_layers": 0, "layer_types": _MIXED, "sliding_window": 4},
-    ),
     "masked": ("BertForMaskedLM", {**_SIZES, "num_hidden_layers": 6}),
-    "hybrid": (
-        "Qwen3NextForCausalLM",
-        {**_SIZES, **_NEXT, "layer_types": ["linear_attention", "full_attention"] * 4},
-    ),
 }
 
 
@@ -82,6 +72,9 @@ def one_by_one(model: nn.Module, inputs: dict[str, Any], patch: pytest.MonkeyPat
         return capture(model, inputs)
 
 
+_COUNTED = re.compile(r"0x[0-9a-f]+|<eval_with_key>\.\d+")  # numbers that go up from one capture to the next
+
+
 def described(program: Program) -> list[Any]:
     """All of a Program, as values that compare."""
     parts: list[Any] = [str(program), program.calls, list(program.state.items()), program.notes]
@@ -94,9 +87,8 @@ def described(program: Program) -> list[Any]:
             value = node.meta.get("val")
             looks = (value.shape, value.stride(), value.dtype) if isinstance(value, Tensor) else None
             said = [node.meta.get(key) for key in ("module", "stack_trace")]
-            parts.append(
-                (node.op, node.name, str(node.target), str(node.args), str(node.kwargs), looks, said)
-            )
+            parts.append((node.op, node.name, looks))
+            parts.append(_COUNTED.sub("", f"{node.target} {node.args} {node.kwargs} {said}"))
     return parts
 
 
@@ -113,7 +105,12 @@ def runs_of(patch: pytest.MonkeyPatch) -> list[int]:
     return lengths
 
 
-@pytest.mark.parametrize("case", CASES)
+_LONG = ("alternating", "dense, then experts", "router logits", "encoder and decoder")
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[pytest.mark.slow] * (case in _LONG)) for case in CASES]
+)
 def test_the_program_is_that_of_layers_traced_one_by_one(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     import transformers
 
@@ -131,6 +128,7 @@ def test_the_program_is_that_of_layers_traced_one_by_one(case: str, monkeypatch:
     assert described(quick) == described(one_by_one(model, inputs, monkeypatch))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["llava", "qwen2_5_vl"])
 def test_towers_and_host_values_too(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, inputs = multimodal(kind)
@@ -153,8 +151,17 @@ class Frozen(Stack):
         return {"loss": (self.head(made) * first).square().mean()}
 
 
+class AddingLayer(Layer):
+    def forward(self, x: Tensor, shared: Tensor) -> Tensor:
+        return x + torch.tanh(self.inner(x)) + shared
+
+
 class Changed(Stack):
     """What the layers are given is changed afterwards, through a view of it."""
+
+    def __init__(self, depth: int) -> None:
+        super().__init__(0)
+        self.layers = nn.ModuleList(AddingLayer(index) for index in range(depth))
 
     def forward(self, x: Tensor) -> dict[str, Tensor]:
         shared = x.cos()
@@ -165,16 +172,15 @@ class Changed(Stack):
 
 
 class ChangedResult(Stack):
-    """What the layers return is changed in place, and kept from before it was."""
+    """What the last layer returns is changed in place, under two names."""
 
     def forward(self, x: Tensor) -> dict[str, Tensor]:
         made = []
         for layer in self.layers:
             x = layer(x, x)
             made.append(x)
-        kept = made[-2]
         x += 1.0
-        kept[:, 0] = 2.0
+        made[-1][:, 0] = 2.0
         return {"loss": sum((one.square().mean() for one in made), x.mean())}
 
 
@@ -184,7 +190,7 @@ class Restart(Stack):
     def forward(self, x: Tensor) -> dict[str, Tensor]:
         first = x
         for index, layer in enumerate(self.layers):
-            assert x.shape == first.shape and x.dtype == first.dtype and x.dim() == 3
+            assert (*x.shape, x.dtype, x.dim()) == (*first.shape, first.dtype, 3)
             x = layer(x, first)
             if index % 5 == 4:
                 first = first + x
@@ -253,8 +259,7 @@ def test_where_a_result_escapes_layers_are_traced_one_by_one(caplog: pytest.LogC
 
 
 def test_layers_that_cannot_be_left_out_are_still_found() -> None:
-    for kind in (InPlaceLayer, LeakingLayer, Layer):
-        same(stack_of(kind), {"x": X.clone()})
+    same(stack_of(LeakingLayer), {"x": X.clone()})
 
 
 def test_the_traced_graph_does_not_grow_with_depth(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,13 +7,20 @@ from functools import cache
 import pytest
 
 from autopar import Mesh
+from autopar.cluster import load_cluster
+from autopar.cost.prices import Prices
 from autopar.errors import ConstraintError, UsageError
 from autopar.passes.axes import name_axes
 from autopar.passes.capture import capture
+from autopar.passes.check import check
+from autopar.passes.combinations import mesh_of
+from autopar.passes.lower import lower
+from autopar.passes.placement import solve
 from autopar.passes.problem import build_problem
 from autopar.passes.propagate import check_fixed, parse_constraint, propagate
-from autopar.problem import Problem
+from autopar.problem import Problem, Solution
 from autopar.program import Program
+from bench.zoo_run import differences, reference
 from tests.tiny import tiny
 
 
@@ -109,4 +116,50 @@ def test_heads_that_do_not_divide_say_which_sizes_would() -> None:
     problem, _ = fixed("heads=tp")
     check_fixed(problem, Mesh.parse("dp=1,fsdp=1,tp=2"), ["heads=tp"])
     with pytest.raises(ConstraintError, match=r"does not divide(.|\n)*`heads=tp`(.|\n)*axis of size 2"):
-        check_fixed(problem, Mesh.parse("dp=1,fsdp=1,tp=4"), ["heads=tp"])
+        check_fixed(problem, Mesh.parse("dp=1,fsdp=1,tp=8"), ["heads=tp"])
+
+
+def placed(mesh: Mesh, *texts: str) -> tuple[Problem, Solution]:
+    problem, _ = fixed(*texts)
+    check_fixed(problem, mesh, texts)
+    cluster = load_cluster(f"cpu:{mesh.device_count}")
+    return problem, solve(problem, mesh, Prices.of(cluster, mesh, "fp32", problem))
+
+
+def test_heads_split_finer_than_those_of_keys_have_the_keys_that_they_need() -> None:
+    """Four heads, two of keys, four ranks."""
+    problem, solution = placed(mesh_of(tp=4), "heads=tp")
+
+    chosen = {
+        op.kind: solution.choices[op.name]["tp"] for op in problem.ops if op.kind == "autopar.attention"
+    }
+    assert chosen == {"autopar.attention": "kv.rep"}
+    queries = [op for op in problem.ops if op.kind == "aten.linear" and op.rule and op.rule.sizes["n"] == 64]
+    assert any(solution.choices[op.name]["tp"] == "n" for op in queries)
+
+
+def test_keys_may_be_asked_for_in_pieces_of_a_head() -> None:
+    problem, solution = placed(mesh_of(tp=4), "heads=tp", "model.layers.*.k_proj.weight=[_@tp, _]")
+
+    keys, values = (
+        solution.shardings[name]
+        for name, value in problem.values.items()
+        if value.state and value.info.shape == (32, 64)
+    )
+    assert keys.dim_of("tp") == 0
+    assert values.dim_of("tp") is None
+
+
+def test_as_many_ranks_as_heads_give_the_loss_and_gradients_of_one() -> None:
+    model, inputs = tiny("llama")
+    program, _ = prepared()
+    _, solution = placed(mesh_of(tp=4), "heads=tp")
+    problem, _ = fixed("heads=tp")
+    rank_program = lower(program, problem, solution, mesh_of(tp=4))
+    check(rank_program)
+    built = reference(model, inputs)
+
+    errors = differences(rank_program, built)
+
+    assert errors["loss"] < 1e-5
+    assert errors["gradient"] < 1e-4

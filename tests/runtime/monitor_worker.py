@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import autopar
+from autopar.profiling import StepProfiler
 from autopar.runtime.groups import leave, wait_for_all
 from autopar.runtime.monitor import Monitor, MonitorOptions
 from tests.runtime.processes import write_result
@@ -42,17 +43,8 @@ def stack() -> tuple[nn.Module, dict[str, torch.Tensor]]:
     return Stack(), {"x": torch.ones(4, 8)}
 
 
+# Split the layers, so that each has a collective.
 TP = ["layers.*.up.weight=[_@tp, _]"]
-
-
-class Stuck(torch.autograd.Function):
-    """Does to its rank what the test asks for, in the forward of a layer."""
-
-    what = ""
-
-    @staticmethod
-    def apply_to(function: object) -> None:
-        raise NotImplementedError
 
 
 def hang(what: str) -> None:
@@ -63,31 +55,28 @@ def hang(what: str) -> None:
 
 def main(out: str, mesh: str, what: str, steps: int, timeout_s: float) -> None:
     model, batch = stack()
-    fix = TP if mesh.startswith("tp") else ["batch=dp"] if mesh.startswith("dp") else []
-    processes = int(os.environ["WORLD_SIZE"])
-    compiled = what == "compiled"
-    run = autopar.compile(model, f"cpu:{processes}", batch, mesh=mesh, fix=fix, compiled=compiled)
+    fix = TP if mesh.startswith("tp") else ["batch=dp"]
+    run = autopar.compile(model, "cpu:2", batch, mesh=mesh, fix=fix, compiled=what == "compiled")
     run.start(timeout_s=timeout_s)
     rank = int(os.environ["RANK"])
     lines: list[str] = []
     options = MonitorOptions(out=Path(out), timeout_s=timeout_s, over=5)
+    profiler = StepProfiler(run, f"{steps}:{out}/trace.json" if what == "slow" else None, say=lines.append)
     with Monitor(run.plan, run.trainer, options, say=lines.append) as monitor:
         for step in range(steps):
-            with monitor.step():
+            with monitor.step(), profiler.step(step + 1):
                 with monitor.doing("data"):
                     if what == "data" and rank == 1 and step == 2:
                         hang("sleep")
                     if what == "slow" and rank == 1:
-                        time.sleep(0.02)
+                        time.sleep(0.1)
                 if what in ("sleep", "stop") and rank == 1 and step == 2:
                     _hang_in_layer(run, what)
                 with monitor.doing("compute"):
                     result = run.train_step(batch)
                 monitor.result(result)
-            if what == "slow":
-                time.sleep(0.1)
         wait_for_all()
-    write_result({"lines": lines, "loss": result.loss, "names": len(run.trainer.model.functions)})
+    write_result({"lines": lines, "loss": result.loss})
     leave()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -13,9 +14,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from safetensors import safe_open
+import torch
 
 import autopar
+from autopar.errors import TrainingError
+from autopar.runtime.checkpoint import newest, read_about
+from autopar.runtime.groups import peer_errors
+from autopar.runtime.launch import EXIT_STOPPED
+from tests.checkpoints import model_tensors, whole_tensors
 from tests.runtime.processes import ROOT, run_on
 
 MODEL = f"{ROOT / 'tests' / 'runtime' / 'failure_worker.py'}:mlp"
@@ -115,10 +121,9 @@ def test_a_killed_rank_is_named_and_the_run_goes_on_from_the_checkpoint(
     assert time.monotonic() - began < 15
     assert not list(run.processes())
 
-    step = json.loads((out / "training.json").read_text())["step"]
+    step = read_about(out)["step"]
     assert step >= 4
-    with safe_open(out / "model.safetensors", "pt") as weights:
-        assert "up.weight" in weights.keys()  # noqa: SIM118 - safe_open is no mapping
+    assert "up.weight" in model_tensors(newest(out))
     resumed = Run(*command, f"--steps={step + 2}", "--resume")
     started.append(resumed)
     lines, told = resumed.process.communicate(timeout=60)
@@ -137,6 +142,121 @@ def test_who_stops_the_command_stops_its_ranks(started: list[Run], plan: Path) -
     run.end(timeout=40)
     assert run.process.returncode == 128 + signal.SIGTERM
     assert not list(run.processes())
+
+
+@needs_proc
+@pytest.mark.timeout(150)
+def test_a_scheduler_that_asks_for_an_end_gets_a_checkpoint(
+    started: list[Run], tmp_path: Path, plan: Path
+) -> None:
+    out = tmp_path / "run"
+    run = Run("train", MODEL, f"--plan={plan}", "--steps=1000000", "--json", f"--out={out}", "--save-every=0")
+    started.append(run)
+    run.until_step(3)
+    run.process.terminate()
+    told = run.end(timeout=60)
+    assert run.process.returncode == EXIT_STOPPED, told
+    assert "--resume goes on" in told
+    assert "Traceback" not in told
+    assert read_about(out)["step"] >= 3
+    assert not list(run.processes())
+
+
+# every rank at every phase of a step and of a save; a save is due after every second step
+FAULTS = (
+    "1:data:1", "0:forward:2", "1:backward:2", "0:reduced:3", "1:optimizer:3", "0:updated:4", "1:write:2", "0:write:4",
+    "0:publish:4", "0:published:4", "0:published:6",
+)  # fmt: skip
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.skipif(sys.platform != "linux", reason="forks its ranks")
+def test_a_run_killed_at_every_phase_ends_as_if_nothing_had_been(tmp_path: Path) -> None:
+    ended = subprocess.run(
+        [sys.executable, str(ROOT / "tests/runtime/fault_worker.py"), str(tmp_path), *FAULTS],
+        capture_output=True,
+        text=True,
+        timeout=180,
+        check=False,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+    )
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    told = json.loads(ended.stdout.splitlines()[-1])
+    assert told["clean"] == [0, 0], told["logs"]
+    assert told["attempts"][-1] == [0, 0], told["logs"]
+    assert all(-signal.SIGKILL in codes for codes in told["attempts"][:-1])
+    assert {fault.replace(":", "-") for fault in FAULTS} <= {file.name for file in tmp_path.iterdir()}
+    assert "Traceback" not in told["logs"]
+    clean, faulty = (whole_tensors(newest(tmp_path / run)) for run in ("clean", "faulty"))
+    assert read_about(tmp_path / "faulty")["step"] == 6
+    assert clean.keys() == faulty.keys()
+    assert all((faulty[name] == tensor).all() for name, tensor in clean.items())
+
+
+@needs_proc
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("who", ["autopar train --restarts", "torchrun --max-restarts"])
+def test_ranks_are_started_again(tmp_path: Path, who: str) -> None:
+    """The real thing: killed ranks, restarted by our launcher, and by torchrun with a static rendezvous."""
+    model = f"{ROOT / 'tests' / 'runtime' / 'fault_model.py'}:mlp"
+    autopar.plan(model, "cpu:2", batch=4, seq=8, fix=["batch=dp"], mesh="dp=2").save(tmp_path / "plan.json")
+
+    def train(out: str, *more: str, faults: str = "", command: tuple[str, ...] = ()) -> str:
+        words = ["train", model, f"--plan={tmp_path / 'plan.json'}", "--steps=6", f"--out={tmp_path / out}"]
+        ended = subprocess.run(
+            [sys.executable, *(command or ("-m", "autopar")), *words, "--save-every=2", *more],
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+            env={
+                **os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "FAULTS": faults,
+                "FAULTS_DONE": str(tmp_path),
+            },
+        )  # fmt: skip
+        assert ended.returncode == 0, ended.stderr[-3000:]
+        return ended.stderr
+
+    train("clean")
+    faults = "1:backward:2,0:publish:4"
+    if who.startswith("autopar"):
+        told = train("faulty", "--restarts=2", faults=faults)
+        assert "restart 1 of 2: rank 1 died (killed by SIGKILL)" in told
+    else:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        options = (
+            "--nnodes=1",
+            "--nproc-per-node=2",
+            "--rdzv-backend=static",
+            "--node-rank=0",
+            "--max-restarts=2",
+        )
+        address = (f"--master-port={port}", "--master-addr=127.0.0.1")
+        command = ("-m", "torch.distributed.run", *options, *address, "-m", "autopar")
+        told = train("faulty", faults=faults, command=command)
+    assert "going on from the checkpoint of step 2" in told
+    assert {"1-backward-2", "0-publish-4"} <= {file.name for file in tmp_path.iterdir()}
+    clean, faulty = (whole_tensors(newest(tmp_path / run)) for run in ("clean", "faulty"))
+    assert all((faulty[name] == tensor).all() for name, tensor in clean.items())
+
+
+def test_a_port_in_use_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def join(port: int) -> None:
+        with peer_errors("joining the mesh"):
+            torch.distributed.TCPStore("127.0.0.1", port, 2, True)
+
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        monkeypatch.setenv("MASTER_PORT", str(port))
+        with pytest.raises(TrainingError, match="in use by another program") as caught:
+            join(port)
+    assert os.environ["MASTER_PORT"] in str(caught.value)
+    assert "torchrun" in str(caught.value.hint)
 
 
 @pytest.mark.timeout(100)

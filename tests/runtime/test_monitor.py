@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import time
 import urllib.request
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 from rich.console import Console
 
 import autopar
@@ -20,10 +22,13 @@ from autopar.mesh import Mesh
 from autopar.runtime import sinks
 from autopar.runtime.metrics_file import MetricsFile, read
 from autopar.runtime.monitor import Monitor, MonitorOptions, flops_of_step
+from autopar.runtime.observe import Observer
 from autopar.runtime.sinks import LiveView, Prometheus, TensorBoard, scalars
 from autopar.runtime.stragglers import Stragglers
+from autopar.torch_private import c10d_functional, watch_collectives
 from tests.runtime.monitor_worker import stack
-from tests.runtime.processes import run_on
+from tests.runtime.processes import ROOT, run_on
+from tests.runtime.test_failures import Run, needs_proc
 
 
 @pytest.fixture(scope="module")
@@ -79,23 +84,32 @@ def test_utilisation_is_the_plans_count_of_operations(run: autopar.Compiled, tmp
     assert record["mfu"] == pytest.approx(flops / busy / peak)
 
 
+def _failing_step(monitor: Monitor, run: autopar.Compiled) -> None:
+    monitor.result(run.train_step(stack()[1]))
+    raise ZeroDivisionError
+
+
 def test_an_error_in_a_step_leaves_no_record(run: autopar.Compiled, tmp_path: Path) -> None:
-    with pytest.raises(ZeroDivisionError), Monitor(
-        run.plan, run.trainer, MonitorOptions(out=tmp_path, timeout_s=None)
-    ) as monitor, monitor.step():
-        monitor.result(run.train_step(stack()[1]))
-        1 / 0  # noqa: B018
+    with (
+        pytest.raises(ZeroDivisionError),
+        Monitor(run.plan, run.trainer, MonitorOptions(out=tmp_path, timeout_s=None)) as monitor,
+        monitor.step(),
+    ):
+        _failing_step(monitor, run)
     assert [record["event"] for record in read(tmp_path / "metrics.jsonl")] == ["start", "end"]
     assert run.trainer.model.observer is None
 
 
 def test_what_is_watched_is_as_it_was_afterwards(run: autopar.Compiled) -> None:
-    import torch.distributed as dist
-
-    before = (dist.Work.wait, dist.ProcessGroup.allreduce)
+    """To the attribute: a method of a class that is put back unbound would lose its `self`."""
+    holders = (dist.Work, dist.ProcessGroup, c10d_functional.wait_tensor, c10d_functional.wait_tensor.default)
+    before = [dict(vars(holder)) for holder in holders]
+    undo = watch_collectives(Observer(run.trainer.model, run.trainer.optimizer))
+    assert all(vars(holder) != was for holder, was in zip(holders, before, strict=True))
+    undo()
+    assert all(vars(holder) == was for holder, was in zip(holders, before, strict=True))
     with Monitor(run.plan, run.trainer, MonitorOptions()):
         pass
-    assert (dist.Work.wait, dist.ProcessGroup.allreduce) == before
     assert not run.trainer.optimizer._optimizer_step_pre_hooks
 
 
@@ -120,7 +134,11 @@ def test_goodput_counts_restarts_and_repeated_steps_as_lost(tmp_path: Path) -> N
         path,
         {"event": "start", "step": 0, "time": now - 100},
         *(step(number, now - 90 + number, 10.0) for number in (1, 2, 3)),
-        {"event": "start", "step": 1, "time": now - 50},  # killed after step 3, gone on from the checkpoint of 1
+        {
+            "event": "start",
+            "step": 1,
+            "time": now - 50,
+        },  # killed after step 3, gone on from the checkpoint of 1
     )
     file = MetricsFile(path, go_on=True, say=told)
     assert file.goodput(2, 10.0, now) == pytest.approx(20 / 100)
@@ -167,6 +185,9 @@ RECORD = {
     "memory": {"peak_rss_bytes": 2**31, "rss_bytes": 2**30}, "ranks": {"compute": [0.9, 1.0, 1.1]},
     "stragglers": [{"rank": 3, "kind": "data"}],
 }  # fmt: skip
+
+
+LAYERS = ["layers.0", "layers.1", "layers.2"]
 
 
 def free_port() -> int:
@@ -221,7 +242,15 @@ def test_the_live_view_shows_where_the_time_goes(run: autopar.Compiled) -> None:
     view.step(RECORD)
     view.close()
     text = console.export_text()
-    for part in ("loss", "3.5000", "communication dp+fsdp", "12.5%", "slow: rank 3, data", "goodput", "90.0%"):
+    for part in (
+        "loss",
+        "3.5000",
+        "communication dp+fsdp",
+        "12.5%",
+        "slow: rank 3, data",
+        "goodput",
+        "90.0%",
+    ):
         assert part in text
 
 
@@ -258,6 +287,16 @@ def test_stages_of_a_pipeline_are_not_compared() -> None:
 # ---- several processes ---------------------------------------------------------------------------------------------
 
 
+def _trace_names_collectives(folder: Path) -> None:
+    """Every layer has one in the forward; the backward's is for the layer's input, which the first has none of."""
+    for name in ("trace.json", "trace.rank-1.json"):
+        events = json.loads((folder / name).read_text())["traceEvents"]
+        waits = [each for each in events if each.get("cat") == "autopar" and each["args"].get("node")]
+        assert [each["args"]["path"] for each in waits if each["args"]["part"] == "forward"] == LAYERS
+        assert [each["args"]["path"] for each in waits if each["args"]["part"] == "backward"] == LAYERS[:0:-1]
+        assert all(each["args"]["of"].startswith("all_reduce over tp (ranks 0, 1)") for each in waits)
+
+
 def test_ranks_tell_their_waits_by_axis_and_the_slow_one_is_named(tmp_path: Path) -> None:
     """Rank 1 is 0.1 s late with its data; rank 0 waits for it in a collective over tp."""
     results = run_on(2, "monitor_worker.py", str(tmp_path), "tp=2", "slow", "16", "6", timeout=120)
@@ -273,26 +312,54 @@ def test_ranks_tell_their_waits_by_axis_and_the_slow_one_is_named(tmp_path: Path
     assert "rank 1 is slow" in results[0]["lines"][0]
     assert "most of it in data" in results[0]["lines"][0]
     assert steps[-1]["stragglers"][0]["rank"] == 1
+    _trace_names_collectives(tmp_path)
     least, mean, most = steps[-1]["ranks"]["data"]
     assert least <= mean <= most
     assert most > 0.09
 
 
-@pytest.mark.parametrize("what", ["sleep", "stop"])
-def test_a_hang_is_told_by_rank_collective_and_node(what: str, tmp_path: Path) -> None:
-    """Rank 1 sleeps, or is stopped, in the forward of layer 1; within --timeout, here 6 s, both ranks have ended."""
-    began = time.monotonic()
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_waits_of_compiled_blocks_are_told(tmp_path: Path) -> None:
+    run_on(2, "monitor_worker.py", str(tmp_path), "tp=2", "compiled", "4", "60", timeout=280)
+    for record in list(read(tmp_path / "metrics.jsonl"))[2:-1]:
+        assert record["seconds_by_kind"]["communication"]["tp"] > 0
+        assert flat(record["seconds_by_kind"]) == pytest.approx(record["seconds"])
+
+
+def test_a_hang_is_told_by_rank_collective_node_and_line(tmp_path: Path) -> None:
+    """Rank 1 sleeps in the forward of layer 1 of step 3, for longer than --timeout, here 6 s."""
     with pytest.raises(RuntimeError, match="failed") as error:
-        run_on(2, "monitor_worker.py", str(tmp_path), "tp=2", what, "8", "6", timeout=120)
+        run_on(2, "monitor_worker.py", str(tmp_path), "tp=2", "sleep", "8", "6", timeout=120)
     text = str(error.value)
     assert "rank 0 waits in all_reduce over tp (ranks 0, 1) of float32[4, 8], in forward of layers.1" in text
     assert "node all_reduce of" in text
-    if what == "sleep":
-        assert "rank 1 (process" in text
-        assert "is still in forward of layers.1 (block layers) of step 3 since" in text
-        assert "monitor_worker.py" in text  # the line of Python it is in
-    else:
-        assert "does not answer since" in text
+    assert "rank 1 (process" in text
+    assert "is still in forward of layers.1 (block layers) of step 3 since" in text
+    assert "monitor_worker.py" in text  # the line of Python it is in
     steps = [record for record in read(tmp_path / "metrics.jsonl") if record["event"] == "step"]
     assert len(steps) == 2
-    assert time.monotonic() - began < 100
+
+
+@needs_proc
+@pytest.mark.timeout(150)
+def test_a_stopped_rank_ends_the_command_within_its_timeout(tmp_path: Path) -> None:
+    """A rank that is stopped (SIGSTOP) tells nothing any more, and ends only by SIGKILL."""
+    model = f"{ROOT / 'tests' / 'runtime' / 'failure_worker.py'}:mlp"
+    plan = tmp_path / "plan.json"
+    autopar.plan(model, "cpu:2", batch=4, seq=8, mesh="dp=2", fix=["batch=dp"]).save(plan)
+    run = Run("train", model, f"--plan={plan}", "--steps=1000000", "--timeout=6", "--json", "-q")
+    try:
+        run.until_step(5)
+        os.kill(run.rank(1), signal.SIGSTOP)
+        began = time.monotonic()
+        text = run.end(timeout=60)
+        assert time.monotonic() - began < 20
+        assert run.process.returncode == 8, text
+        assert "rank 1 (process" in text
+        assert "does not answer since" in text
+        assert "rank 0 waits in all_reduce over dp" in text
+        assert text.count("does not answer") == 1
+        assert not list(run.processes())
+    finally:
+        run.clear()

@@ -12,6 +12,7 @@ from tests.multimodal import multimodal
 CASES = [
     ("qwen2_5_vl", "tp=2", ("model.visual.blocks.*.mlp.gate_proj.weight=[_@tp, _]",)),
     ("qwen2_5_vl", "dp=2", ("batch=dp",)),
+    ("qwen3_vl", "dp=2", ()),
     ("llava", "dp=2,tp=2", ("vocab=tp",)),
     ("whisper", "tp=2", ("heads=tp",)),
 ]
@@ -24,6 +25,23 @@ def test_sharded_equals_unsharded(kind: str, mesh: str, fix: tuple[str, ...]) ->
     ranks = 4 if "," in mesh else 2
     result = verify(model, f"cpu:{ranks}", mesh=mesh, fix=fix, example_inputs=inputs)
     assert result.passed, str(result)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl"])
+def test_data_ranks_split_images_and_sequences(kind: str) -> None:
+    """Each of two ranks has one of two images, all through the tower, and one of two sequences."""
+    model, inputs = multimodal(kind)
+    plan = api.plan(model, "cpu:2", example_inputs=inputs, mesh="dp=2")
+    program = api.compile(model, plan=plan, example_inputs=inputs).rank_program
+    split = {name: sharding.axes for name, sharding in program.inputs.items()}
+    assert split["pixel_values"] == split["input_ids"] == ("dp",)
+    layers = {call.block for call in program.calls if ".blocks." in call.path}
+    for block in layers:
+        graph = program.blocks[block].graph.graph
+        nodes = [node for node in graph.nodes if node.op == "call_function" and "sharding" in node.meta]
+        assert all(node.meta["sharding"].axes == ("dp",) for node in nodes if "linear" in node.name)
+        assert any("attention" in node.name and node.meta["local_shape"][0] == 1 for node in nodes)
 
 
 def test_micro_batches_of_a_model_that_takes_images_one_by_one_are_refused() -> None:

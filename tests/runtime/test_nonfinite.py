@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from autopar.errors import TrainingError
 from autopar.runtime.nonfinite import Skips, explain, kept_buffers
-from tests.runtime.training_case import CASES, Made, case, made, on_ranks
+from tests.runtime.training_case import CASES, Made, made, on_ranks
 
 VALUES = torch.linspace(-1.0, 1.0, 8 * 4).view(8, 4)
 
@@ -48,7 +48,7 @@ CASES["masked"] = lambda: (Masked(), {"x": VALUES})
 def explained(run: Made, spoil: Any, *, backward: bool = False) -> str:
     """`spoil(rank, parameters)` before a step, then what `explain` says of it. `backward`: the loss itself is finite."""
     trainer = run.start(max_norm=None)
-    _, batch = case(run.kind)
+    batch = run.batch
     with torch.no_grad():
         spoil(trainer.groups.rank, trainer.store.parameters)
     if backward:
@@ -119,7 +119,7 @@ def test_a_mask_is_not_blamed() -> None:
 def test_a_norm_that_overflows_is_told_as_such() -> None:
     def huge(run: Made) -> str:
         trainer = run.start(max_norm=None)
-        _, batch = case(run.kind)
+        batch = run.batch
         trainer.gradients(batch)
         trainer.store.entries["model.norm.weight"].parameter.grad.fill_(1e30)  # type: ignore[union-attr]
         return explain(trainer.model, [batch])
@@ -133,7 +133,7 @@ def test_a_norm_that_overflows_is_told_as_such() -> None:
 def test_nothing_is_found_where_nothing_is() -> None:
     def sound(run: Made) -> str:
         trainer = run.start()
-        _, batch = case(run.kind)
+        batch = run.batch
         return explain(trainer.model, [batch])
 
     for text in on_ranks(made("llama", "tp=2"), sound):
@@ -144,7 +144,7 @@ def test_with_micro_batches_and_recompute_the_layer_is_found() -> None:
     def work(run: Made) -> str:
         trainer = run.start(micro_batches=2)
         model = trainer.model
-        _, batch = case(run.kind)
+        batch = run.batch
         with torch.no_grad():
             trainer.store.parameters["model.layers.1.mlp.up_proj.weight"].fill_(3e38)
         halves = [{name: value[part::2] for name, value in batch.items()} for part in range(2)]
@@ -155,8 +155,8 @@ def test_with_micro_batches_and_recompute_the_layer_is_found() -> None:
 
 
 def test_buffers_are_as_they_were() -> None:
-    trainer = made("convnet", "dp=1").start()
-    _, batch = case("convnet")
+    run = made("convnet", "dp=1")
+    trainer, batch = run.start(), run.batch
     before = {name: value.clone() for name, value in trainer.store.buffers.items()}
     with kept_buffers(trainer.model) as restore:
         trainer.gradients(batch)

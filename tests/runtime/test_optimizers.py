@@ -19,7 +19,9 @@ from autopar.runtime.optimizers import (
     parse_group,
     parse_options,
 )
-from tests.runtime.training_case import Made, case, made, on_ranks, whole
+from tests.runtime import test_nonfinite  # noqa: F401 (the case `root`)
+from tests.runtime.processes import run_on
+from tests.runtime.training_case import Made, case, digest, made, on_ranks, whole
 
 STEPS = 3
 MESHES = ("tp=2", "fsdp=2", "dp=2", "fsdp=2,tp=2")
@@ -269,3 +271,14 @@ def test_a_saved_state_of_several_optimizers_is_one() -> None:
             parameter.copy_(before[name])
     second.step()
     assert all(torch.equal(parameter, after[name]) for name, parameter in store.parameters.items())
+
+
+def test_processes_do_what_simulated_ranks_do() -> None:
+    """Muon hands matrices around in bfloat16, and findings as bytes: gloo takes both."""
+    first, second = run_on(2, "optimizer_worker.py", "dp=2")
+    assert first == second
+    settings = OptimizerSettings("muon", lr=1e-2, weight_decay=0.1)
+    simulated, _ = on_ranks(made("root", "dp=2"), lambda run: digest(stepped(run, settings)))
+    assert first["muon"] == simulated
+    assert "aten.linear" in first["cause"]
+    assert "rank 1" in first["cause"]

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from autopar import api, prepared
 from autopar.errors import PlanError, UsageError
 from autopar.plans import Plan
 from autopar.runtime.simulate import simulate
+from tests.checkpoints import model_tensors, whole_tensors
 from tests.packed import PACKED, packed
 
 MESHES = ("tp=2", "fsdp=2", "dp=2,tp=2")
@@ -143,13 +143,14 @@ def test_a_run_goes_on_under_another_mesh_from_whole_tensors(kind: str, tmp_path
     model, _ = packed(kind)
     tensors = [*model.named_parameters(), *model.named_buffers()]
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors}
-    for name, tensor in load_file(tmp_path / "model.safetensors").items():
-        assert tuple(tensor.shape) == shapes[name]
-    for key, tensor in load_file(tmp_path / "optimizer.safetensors").items():
-        name, _, field = key.rpartition("|")
-        assert tuple(tensor.shape) == (() if field == "step" else shapes[name])
+    for name, tensor in whole_tensors(tmp_path / "step-00000001").items():
+        of, _, field = name.partition("/")[2].rpartition("/")
+        if not name.startswith("model/"):
+            assert tuple(tensor.shape) == (() if field == "step" else shapes[of])
+        else:
+            assert tuple(tensor.shape) == shapes[name.removeprefix("model/")]
     simulate(ranks(second), go_on)
-    expected, found = trained(kind, 2), load_file(tmp_path / "model.safetensors")
+    expected, found = trained(kind, 2), model_tensors(tmp_path / "step-00000002")
     for name, tensor in expected.items():
         torch.testing.assert_close(found[name], tensor, rtol=0, atol=2e-5, msg=name)
 
@@ -171,7 +172,7 @@ def test_an_optimizer_with_other_shapes_than_the_parameters_goes_on(tmp_path: Pa
     unbroken = simulate(2, lambda rank: run(rank, 2, None))[0]
     simulate(2, lambda rank: run(rank, 1, None))
     resumed = simulate(2, lambda rank: run(rank, 1, tmp_path))[0]
-    assert any("[:, 0:64]|row_var" in key for key in load_file(tmp_path / "optimizer.safetensors"))
+    assert any("[:, 0:64]/row_var" in name for name in whole_tensors(tmp_path / "step-00000001"))
     for name, parameter in unbroken.items():
         assert torch.equal(resumed[name], parameter), name
 

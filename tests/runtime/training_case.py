@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -39,17 +40,19 @@ CASES: dict[str, Callable[[], tuple[nn.Module, dict[str, Any]]]] = {}
 
 def case(kind: str) -> tuple[nn.Module, dict[str, Any]]:
     if kind in CASES:
+        torch.manual_seed(0)
         return CASES[kind]()
     return packed(kind) if kind in PACKED else tiny(kind)
 
 
 @dataclass(frozen=True)
 class Made:
-    """`state`: the model's own tensors. Not built on a rank: threads share one random generator."""
+    """`state`: the model's own tensors. Neither is made on a rank: threads share one random generator."""
 
     kind: str
     rank_program: RankProgram
     state: Mapping[str, Tensor]
+    batch: Mapping[str, Tensor]
 
     @property
     def mesh(self) -> Mesh:
@@ -89,12 +92,12 @@ def made(kind: str, mesh_text: str, precision: str = "fp32", micro_batches: int 
         words = [parse_constraint(text) for text in ("heads=tp", "ffn=tp")]
         problem, _ = propagate(problem, program, words)
     prices = Prices.of(load_cluster(f"cpu:{math.prod(mesh.sizes.values())}"), mesh, precision, problem)
-    model, _ = case(kind)
+    model, batch = case(kind)
     state = dict(program.constants)
     state.update(model.named_buffers(remove_duplicate=False))
     state.update(model.named_parameters(remove_duplicate=False))
     lowered = lower(program, problem, solve(problem, mesh, prices), mesh)
-    return Made(kind, lowered, {name: value.detach() for name, value in state.items()})
+    return Made(kind, lowered, {name: value.detach() for name, value in state.items()}, batch)
 
 
 def on_ranks(compiled: Made, work: Callable[[Made], T]) -> list[T]:
@@ -109,3 +112,11 @@ def whole(trainer: Trainer) -> dict[str, Tensor]:
         name: store.whole_parameter(name, lambda entry: entry.parameter.detach()).clone()
         for name in store.parts
     }
+
+
+def digest(tensors: Mapping[str, Tensor]) -> str:
+    """Of every bit of them."""
+    found = hashlib.sha256()
+    for name in sorted(tensors):
+        found.update(tensors[name].contiguous().numpy().tobytes())
+    return found.hexdigest()
