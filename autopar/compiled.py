@@ -175,12 +175,13 @@ class Compiled:
         return store.whole_parameter(name, _gradient_of)
 
     def save(self, folder: str | Path) -> None:
-        """Save parameters, optimizer and step as whole tensors. All ranks must call it."""
+        """Save parameters, buffers, optimizer and step as `folder/step-N`, in pieces. All ranks must call it."""
         about = {"model": self.plan.model.name, "fingerprint": self.plan.model.fingerprint}
         save_checkpoint(Path(folder), self.trainer, about=about)
 
     def load(self, folder: str | Path) -> None:
-        """Go on from a saved run, of this plan or another one for the same model. All ranks must call it."""
+        """Go on from a checkpoint, or the newest of a run's folder, of this plan or another one for the same model. All
+        ranks must call it."""
         about = read_about(Path(folder))
         if about.get("fingerprint", self.plan.model.fingerprint) != self.plan.model.fingerprint:
             raise PlanError(

@@ -10,5 +10,7 @@ restore     Plan, Problem -> Solution                      passes/restore.py
 limits      Program, Problem -> ranges of ids in inputs    passes/limits.py
 lower       Program, Problem, Solution -> RankProgram      passes/lower.py (lowerings: of ops that need more than pieces)
 check       RankProgram -> ShardingError, or nothing       passes/check.py
+roles       RankProgram -> Roles of its parameters         passes/roles.py
+fp8         RankProgram -> linear layers in fp8            passes/fp8.py (where the precision is fp8)
 stages      RankProgram -> pipeline stages                 passes/stages.py
 """

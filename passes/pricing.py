@@ -28,6 +28,8 @@ PARAMETERS = "parameters"
 # A parameter gathered inside the graph would stay gathered until its backward and undo what storing it split saves
 # (gathering parameters in time is what the fsdp axis does), so state is not.
 _GATHERS = ("all_gather", "all_to_all")
+# What an element of state that is not trained costs, in elements that are. It takes no time; this only breaks ties.
+FROZEN_SHARE = 1e-3
 KINDS = (FORWARD, BACKWARD, FORWARD_MOVES, BACKWARD_MOVES, PARAMETERS)
 
 
@@ -165,11 +167,13 @@ class Pricer:
         return forward, backward if value.gradient else 0.0
 
     def state_s(self, value: Value, stored: Sharding) -> float:
-        """What keeping a trainable parameter in `stored` costs per micro-batch; once however often it is shared."""
-        if not (value.state and value.gradient):
+        """What keeping a trainable parameter in `stored` costs per micro-batch; once however often it is shared. What is
+        not trained costs memory only: next to nothing, so that of equally fast placements the smaller is taken."""
+        if not value.state:
             return 0.0
         times = 1 if value.interface else self.times[block_of(value.name)]
-        return times * math.prod(value.info.shape) / self.ways(stored) * self.prices.parameter_s
+        kept = times * math.prod(value.info.shape) / self.ways(stored) * self.prices.parameter_s
+        return kept if value.gradient else kept * FROZEN_SHARE
 
 
 @lru_cache(maxsize=65536)

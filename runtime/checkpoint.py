@@ -101,7 +101,7 @@ def check_target(folder: Path) -> None:
         )
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        writable = os.access(folder, os.W_OK | os.X_OK)
+        writable = os.access(folder, os.R_OK | os.W_OK | os.X_OK)
     except OSError as error:
         raise _unwritable(folder, error.strerror) from error
     if not writable:

@@ -177,13 +177,26 @@ def join_mesh(mesh: Mesh, *, timeout_s: float = TIMEOUT_S) -> Groups:
         torch.cuda.set_device(device)
     with peer_errors("joining the mesh"):
         if not dist.is_initialized():
-            dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timedelta(seconds=timeout_s))
+            _join("nccl" if on_gpu else "gloo", timedelta(seconds=timeout_s))
         devices = init_device_mesh(
             device.type, tuple(size for _, size in mesh.axes), mesh_dim_names=mesh.names
         )
     group = {axis: devices.get_group(axis) for axis, size in mesh.axes if size > 1}
     rank = dist.get_rank()
     return Groups(mesh, rank, device, group, mesh.coordinate(rank))
+
+
+def _join(backend: str, timeout: timedelta) -> None:
+    """Start the default group. Ranks that torchrun started again meet under keys of their own: its store may be the one of
+    the attempt before (with a static rendezvous it is), and then gloo waits for addresses of ranks that are dead."""
+    again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if again == "0" or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        dist.init_process_group(backend, timeout=timeout)
+        return
+    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = dist.PrefixStore(f"attempt {again}", dist.TCPStore(host, port, ranks, False, timeout))
+    dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=ranks)
 
 
 def leave() -> None:

@@ -40,7 +40,7 @@ _STOPPED = "stopped"  # the file that says so to the launcher
 
 _FAILED = re.compile(r"failed \(exitcode: (-?\d+)\) local_rank: (\d+)")
 # What torch and torchrun log (`W1130 14:10:53.59 ...`), and torchrun's box about OMP_NUM_THREADS.
-_TORCH_LOG = re.compile(r"\[?[IWEF]\d{4} |\*{20}|Setting OMP_NUM_THREADS")
+_TORCH_LOG = re.compile(r"\[?[IWEF]\d{4} |USDT:|\*{20}|Setting OMP_NUM_THREADS")
 _MOST_PER_CORE = 64
 
 

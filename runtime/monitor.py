@@ -29,6 +29,7 @@ from typing import Any
 import torch
 
 from autopar.plans import Plan
+from autopar.runtime.launch import attempt
 from autopar.runtime.metrics_file import MetricsFile, process_began
 from autopar.runtime.observe import (
     BUBBLE,
@@ -89,6 +90,7 @@ class Monitor:
         self.stragglers = Stragglers(trainer.groups.mesh, options.slower)
         self.record: dict[str, Any] = {}
         self._result: StepResult | None = None
+        self._beats = 0
         self.watch: Watch | None = None
         if options.timeout_s is not None:
             self.watch = Watch(self.observer, timeout_s=options.timeout_s, say=say, means=self.means)
@@ -168,8 +170,11 @@ class Monitor:
         ranks = self.watch.ranks_seconds()
         if len(ranks) > 1:
             self.record["ranks"] = spread(ranks)
-        for line in self.stragglers.update(ranks):
-            self.say(line)
+        beats = self.watch.beats()
+        if beats != self._beats:  # since they told anew: steps may be shorter
+            self._beats = beats
+            for line in self.stragglers.update(ranks):
+                self.say(line)
         self.record["stragglers"] = [vars(found) for found in self.stragglers.now.values()]
 
     def _write(self, record: Mapping[str, Any], *, sinks: bool = True) -> None:
@@ -227,5 +232,4 @@ def _file(out: Path | None, rank: int, resumed: bool, say: Callable[[str], None]
     if out is None:
         return None
     name = "metrics.jsonl" if rank == 0 else f"metrics-rank-{rank}.jsonl"
-    again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
-    return MetricsFile(out / name, go_on=resumed or again, say=say)
+    return MetricsFile(out / name, go_on=resumed or attempt() > 0, say=say)

@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any, Protocol
@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.fx import GraphModule, Interpreter, Node
 
-from autopar.errors import TrainingError
+from autopar.errors import PeerError, TrainingError
 from autopar.program import op_name
 from autopar.runtime.groups import Groups
 from autopar.runtime.model import RankModel, bind
@@ -98,8 +98,13 @@ def explain(model: Runs, micro_batches: Sequence[Mapping[str, Tensor]]) -> str:
     if earliest.place[0] == NOTHING:
         left = _in_gradients(model.store) or nothing
         watched = [_Watch(each, stage) for stage, each in _rank_models(model).items()]
-        with _kept_buffers(model), _watching(watched), suppress(TrainingError):  # the loss is as it was
-            model.accumulate(micro_batches)
+        with _kept_buffers(model), _watching(watched):
+            try:
+                model.accumulate(micro_batches)
+            except PeerError:
+                raise
+            except TrainingError:  # the loss is not finite, as it was
+                pass
         found = min((each.first for each in watched), key=lambda finding: finding.place)
         earliest = _earliest(left if found.place[0] == NOTHING else found, model.groups)
     if earliest.place[0] == NOTHING:

@@ -19,9 +19,8 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
 from functools import wraps
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -41,21 +40,23 @@ EVERYONE = "all ranks"
 _MOST_HANDLES = 4096  # launches whose wait nobody has asked for yet
 
 
-@dataclass(frozen=True)
-class Collective:
-    """One collective: its kind, the mesh axis (several: `dp+fsdp`), the ranks that take part, and of what."""
+# Named tuples, and texts only when asked for: some of these are made for every collective.
+class Collective(NamedTuple):
+    """One collective: its kind, the mesh axis (several: `dp+fsdp`), the ranks that take part, and of what tensor."""
 
     kind: str
     axis: str
     ranks: tuple[int, ...]
-    what: str
+    what: tuple[torch.dtype, torch.Size] | None = None
 
     def __str__(self) -> str:
-        return f"{self.kind} over {self.axis} ({ranks_text(self.ranks)}){self.what and f' of {self.what}'}"
+        text = f"{self.kind} over {self.axis} ({ranks_text(self.ranks)})"
+        if self.what is None:
+            return text
+        return f"{text} of {str(self.what[0]).removeprefix('torch.')}{list(self.what[1])}"
 
 
-@dataclass(frozen=True)
-class Place:
+class Place(NamedTuple):
     """Where a rank is. `part`: forward, backward, forward again (recomputed), or nothing. `path`: of the call (the
     module path of a layer, else the block's name). `node`: of the block's graph, if it is in a collective of it."""
 
@@ -139,7 +140,7 @@ class Observer:
     def begin_kind(self, kind: str, note: str = "") -> Any:
         before = self.place
         self._enter(kind)
-        self._move(replace(before, kind=kind, part="", path="", block="", node="", note=note))
+        self._move(before._replace(kind=kind, part="", path="", block="", node="", note=note))
         named = record_function(kind) if self.profiling else None
         event = None
         if named is not None:
@@ -155,10 +156,10 @@ class Observer:
         if named is not None:
             named.__exit__(None, None, None)
         self._leave()
-        self._move(replace(before, step=self.place.step))
+        self._move(before._replace(step=self.place.step))
 
     def at_step(self, step: int) -> None:
-        self._move(replace(self.place, step=step))
+        self._move(self.place._replace(step=step))
 
     def take_seconds(self) -> dict[str, float]:
         """Seconds by kind since the last call."""
@@ -199,7 +200,7 @@ class Observer:
         again = in_backward()
         part, path = "forward again" if again else "forward", call.path or call.block
         before = self.place
-        self._move(replace(before, part=part, path=path, block=call.block, node=""))
+        self._move(before._replace(part=part, path=path, block=call.block, node=""))
         try:
             if self.profiling:
                 with record_function(f"{part} {path}"):
@@ -207,7 +208,7 @@ class Observer:
             else:
                 results = run(index, call, *rest)
         finally:
-            self._move(replace(before, step=self.place.step))
+            self._move(before._replace(step=self.place.step))
         if not again:
             self._follow_call(results, path, call.block)
         return results
@@ -216,7 +217,7 @@ class Observer:
         """Backward of a call begins with the gradient of a result."""
 
         def arrived(_: Tensor) -> None:
-            self._move(replace(self.place, part="backward", path=path, block=block, node=""))
+            self._move(self.place._replace(part="backward", path=path, block=block, node=""))
             if self.profiling:
                 with record_function(f"backward {path}"):  # where it begins; it ends where the next one does
                     pass
@@ -229,21 +230,21 @@ class Observer:
     def call_node(self, function: Callable[..., Any], node: str, *args: Any, **kwargs: Any) -> Any:
         """A graph's collective, with its name in this rank's place, in its backward too."""
         before = self.place
-        self.place = replace(before, node=node)
+        self.place = before._replace(node=node)
         try:
             result = function(*args, **kwargs)
         finally:
-            self.place = replace(self.place, node=before.node)
+            self.place = self.place._replace(node=before.node)
         first = result[0] if isinstance(result, (tuple, list)) and result else result
         step = first.grad_fn if isinstance(first, Tensor) else None
         if step is not None:
             path, block = before.path, before.block
 
             def began(_: Any) -> None:
-                self.place = replace(self.place, part="backward", path=path, block=block, node=node)
+                self.place = self.place._replace(part="backward", path=path, block=block, node=node)
 
             def ended(*_: Any) -> None:
-                self.place = replace(self.place, node="")
+                self.place = self.place._replace(node="")
 
             step.register_prehook(began)
             step.register_hook(ended)
@@ -253,7 +254,7 @@ class Observer:
 
     def launched(self, kind: str, group: str, tensor: Tensor | None, handle: int) -> None:
         axis, ranks = self._axis(group)
-        what = "" if tensor is None else f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+        what = None if tensor is None else (tensor.dtype, tensor.shape)
         if len(self._launched) >= _MOST_HANDLES:
             self._launched.pop(next(iter(self._launched)))
         self._launched[handle] = Collective(kind, axis, ranks, what)
@@ -268,8 +269,8 @@ class Observer:
         place = before
         if between or (before.part == "backward" and not in_backward()):  # it is over
             note = "the pipeline's schedule" if between else "reducing gradients"
-            place = replace(before, part="", path="", block="", node="", note=note)
-        self._move(replace(place, waiting=collective))
+            place = before._replace(part="", path="", block="", node="", note=note)
+        self._move(place._replace(waiting=collective))
         counted = self._kinds[-1] in (COMPUTE, OPTIMIZER) and before.waiting is None
         kind = BUBBLE if between else COMMUNICATION + collective.axis
         blocks = self.groups.device.type != "cuda"
@@ -289,7 +290,7 @@ class Observer:
             self._leave()
         if event is not None:
             self._events.append((kind, collective, event, _event()))
-        self._move(replace(before, step=self.place.step))
+        self._move(before._replace(step=self.place.step))
 
     def waits_for(self) -> Collective | None:
         """The collective this rank waits in now. On CUDA, where the host goes on, the first that the device has not
@@ -320,7 +321,7 @@ class Observer:
             for axes, found in self.groups.all_groups().items():
                 ranks = tuple(dist.get_process_group_ranks(found))
                 self._axes[str(found.group_name)] = ("+".join(axes), ranks)
-        return self._axes.get(group, ("a group of its own", ()))
+        return self._axes.get(group, ("other", ()))
 
     def _move(self, place: Place) -> None:
         self.place = place

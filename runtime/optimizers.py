@@ -115,16 +115,19 @@ def parse_options(texts: Iterable[str]) -> dict[str, Any]:
 def make_optimizer(
     settings: OptimizerSettings, store: ParameterStore, *programs: RankProgram, known: Iterable[str] = ()
 ) -> Optimizer:
-    """The optimizer over a store's trainable parameters. Every rank must make it, with the same settings.
+    """The optimizer over a store's trainable parameters (over nothing, if it has none). Every rank must make it, with the
+    same settings.
 
-    `programs`: what the store holds the state of. `known`: names of parameters that other ranks hold (of other pipeline
-    stages), for which a pattern may be meant.
+    `programs`: the whole one, or all that the store holds the state of. `known`: names of parameters that other ranks
+    hold (of other pipeline stages), for which a pattern may be meant.
 
     Raises UsageError for a name, a setting or a pattern that nothing has.
     """
     _kind(settings.name)
     entries = [entry for entry in store.entries.values() if entry.parameter.requires_grad]
     _check_patterns(settings, entries, known)
+    if not entries:  # a pipeline stage whose parameters are all frozen
+        return torch.optim.SGD([nn.Parameter(torch.zeros(0))], lr=settings.lr)
     found = roles(*programs)
     groups: dict[tuple[str, str], tuple[dict[str, Any], list[nn.Parameter]]] = {}
     for entry in entries:

@@ -235,7 +235,8 @@ class Saver:
             self.last_saved = step
         self.times.stall_s.append(time.monotonic() - began)
         self._since = time.monotonic()
-        self._tell_interval()
+        if not wait:
+            self._tell_interval()
 
     def _start(self, save: Save) -> None:
         response = async_save(
@@ -342,7 +343,8 @@ def mean_time_between_failures(
     if given_hours is not None:
         return given_hours * HOUR_S, "(--mtbf-hours)"
     rate = devices * failures_per_device_hour
-    source = f"({devices} devices at {failures_per_device_hour:.1e} failures per hour each)"
+    many = f"{devices} devices, {failures_per_device_hour:.1e} failures per hour each"
+    source = f"({many if devices > 1 else many.replace('devices', 'device').removesuffix(' each')})"
     return (HOUR_S / rate if rate else math.inf), source
 
 

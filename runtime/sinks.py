@@ -6,6 +6,7 @@ Out: event files, a page at http://127.0.0.1:PORT/metrics, a table that is drawn
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Mapping
@@ -159,7 +160,8 @@ class LiveView:
         self.live.start()
 
     def step(self, record: Mapping[str, Any]) -> None:
-        self.losses.append(float(record["loss"]))
+        if math.isfinite(record["loss"]):
+            self.losses.append(record["loss"])
         self.live.update(self.page(record), refresh=True)
 
     def page(self, record: Mapping[str, Any]) -> Group:
@@ -198,6 +200,8 @@ class LiveView:
 
     def close(self) -> None:
         self.live.stop()
+        if not self.live.console.is_terminal:
+            self.live.console.print()  # the last line of what stays
 
 
 def sparkline(values: deque[float]) -> str:

@@ -37,19 +37,33 @@ class Straggler:
 
 
 class Stragglers:
-    """`now`: rank -> Straggler, after the last `update`."""
+    """`now`: rank -> Straggler. A rank is one once it was slow `patience` times on end, until as often it was not."""
 
-    def __init__(self, mesh: Mesh, slower: float) -> None:
-        self.mesh, self.slower = mesh, slower
+    def __init__(self, mesh: Mesh, slower: float, patience: int = 3) -> None:
+        self.mesh, self.slower, self.patience = mesh, slower, patience
         self.now: dict[int, Straggler] = {}
+        self._other: dict[int, int] = {}  # rank -> for how many updates it was not what is said of it
 
     def update(self, ranks: Mapping[int, Mapping[str, float]]) -> list[str]:
         """Take the newest seconds; returns a line for each rank that has become slow, or is so no more."""
-        before, self.now = self.now, self.find(ranks)
-        told = [str(found) for rank, found in self.now.items() if rank not in before]
-        return told + [
-            f"rank {rank} is as fast as the others again" for rank in before if rank not in self.now
-        ]
+        found, told = self.find(ranks), []
+        for rank in {*found, *self.now}:
+            if (rank in found) == (rank in self.now):
+                self._other.pop(rank, None)
+            else:
+                self._other[rank] = self._other.get(rank, 0) + 1
+        for rank in [rank for rank in self._other if rank not in found and rank not in self.now]:
+            del self._other[rank]
+        for rank in [rank for rank, times in self._other.items() if times >= self.patience]:
+            del self._other[rank]
+            if rank in self.now:
+                del self.now[rank]
+                told.append(f"rank {rank} is as fast as the others again")
+            else:
+                self.now[rank] = found[rank]
+                told.append(str(found[rank]))
+        self.now.update({rank: found[rank] for rank in self.now if rank in found})
+        return told
 
     def find(self, ranks: Mapping[int, Mapping[str, float]]) -> dict[int, Straggler]:
         stages: dict[int, list[int]] = defaultdict(list)

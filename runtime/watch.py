@@ -229,11 +229,15 @@ class Watch:
                 with suppress(ProcessLookupError, PermissionError):
                     os.kill(state.pid, signal.SIGKILL)
 
+    def beats(self) -> int:
+        """How often every other rank has told its state."""
+        return min((state.beat for state in list(self.peers.values())), default=0)
+
     # ---- slow ranks ----------------------------------------------------------------------------------------
 
     def ranks_seconds(self) -> dict[int, dict[str, float]]:
         """Seconds by kind that each rank told, itself included: means over its last steps, waiting left out."""
-        found = {rank: state.means for rank, state in self.peers.items() if state.means}
+        found = {rank: state.means for rank, state in list(self.peers.items()) if state.means}
         found[self.rank] = self.means()
         return found
 

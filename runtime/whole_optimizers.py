@@ -21,13 +21,13 @@ from autopar import torch_private
 from autopar.runtime.pipeline import PP
 from autopar.runtime.store import Entry, ParameterStore
 
-Groups = Iterable[Mapping[str, Any]]
+ParameterGroups = Iterable[Mapping[str, Any]]
 
 
 class _OnShares(Optimizer):
     """An optimizer that knows which share of which parameter it steps."""
 
-    def __init__(self, groups: Groups, store: ParameterStore, defaults: Mapping[str, Any]) -> None:
+    def __init__(self, groups: ParameterGroups, store: ParameterStore, defaults: Mapping[str, Any]) -> None:
         super().__init__([dict(group) for group in groups], dict(defaults))
         self.store = store
 
@@ -50,7 +50,7 @@ class Muon(_OnShares):
     Settings are torch's. A group's `lr` is scaled by the shape of the whole matrix.
     """
 
-    def __init__(self, groups: Groups, store: ParameterStore, **settings: Any) -> None:
+    def __init__(self, groups: ParameterGroups, store: ParameterStore, **settings: Any) -> None:
         # torch's own constructor checks the settings and knows the defaults.
         checked = torch.optim.Muon([torch.zeros(1, 1)], **settings)
         super().__init__(groups, store, checked.defaults)
@@ -124,7 +124,7 @@ class Adafactor(_OnShares):
     own share. `row_var` and `col_var` are kept whole and flat on every rank, `variance` of a vector in shares.
     """
 
-    def __init__(self, groups: Groups, store: ParameterStore, **settings: Any) -> None:
+    def __init__(self, groups: ParameterGroups, store: ParameterStore, **settings: Any) -> None:
         checked = torch.optim.Adafactor([torch.zeros(1)], **settings)
         super().__init__(groups, store, checked.defaults)
 

@@ -149,6 +149,9 @@ COMMANDS: dict[str, tuple[tuple[str, ...], int, tuple[str, ...]]] = {
     "negative learning rate": ((*TRAIN, "--lr=-1"), 2, ("--lr",)),
     "no time for collectives": ((*TRAIN, "--timeout=0"), 2, ("--timeout",)),
     "resume from nowhere": ((*TRAIN, "--resume"), 2, ("--out",)),
+    "restarts from nowhere": ((*TRAIN, "--restarts=2"), 2, ("--restarts needs --out",)),
+    "a live view of JSON": ((*TRAIN, "--live", "--json"), 2, ("--live and --json",)),
+    "export of nothing": (("export", "nowhere", "there"), 8, ("no complete checkpoint", "nowhere", "try")),
     "out is a file": ((*TRAIN, "--out=models.py"), 8, ("models.py", "cannot be written", "try")),
     "data for another task": ((*TRAIN, "--data=text.txt"), 2, ("--data", "mlp")),
     "generate without tokenizer": (("generate", "models.py:mlp", "hi"), 2, ("no tokenizer", "--tokenizer")),
@@ -222,6 +225,10 @@ def test_resume_says_where_it_starts(here: Path, run: Callable[..., tuple[int, s
     code, out, err = run(*command, "--out=run", "--resume", "--json", "--steps=3")
     assert (code, out) == (0, "")
     assert "nothing to do" in err
+    code, out, err = run(*command, "--out=run", "--steps=3")
+    assert (code, out) == (2, "")
+    assert "the newest of step 3" in err
+    assert "--resume" in err
 
 
 # ---- generation ----------------------------------------------------------------------------------------------------

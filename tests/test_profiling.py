@@ -16,9 +16,7 @@ from autopar.runtime.observe import Collective, Place
 from tests.runtime.monitor_worker import stack
 
 WAIT = "all_reduce over tp: backward of layers.0"
-NAMED = {
-    WAIT: (Collective("all_reduce", "tp", (0, 1), ""), Place(path="layers.0", node="copy", part="backward"))
-}
+NAMED = {WAIT: (Collective("all_reduce", "tp", (0, 1)), Place(path="layers.0", node="copy", part="backward"))}
 
 
 @pytest.fixture(scope="module")

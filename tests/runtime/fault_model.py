@@ -31,11 +31,13 @@ def mlp() -> tuple[nn.Module, dict[str, torch.Tensor]]:
     return model, {"x": torch.arange(32.0).view(4, 8) / 32}
 
 
-def die_if(phase: str) -> None:
+def die_if(phase: str, checkpoint: Path | None = None) -> None:
+    """`checkpoint`: of a save, whose step is its own: it may be written while the next step runs."""
+    step = _step if checkpoint is None else int(checkpoint.name.removesuffix(".partial").partition("-")[2])
     rank = os.environ.get("RANK", "0")
     for fault in os.environ["FAULTS"].split(","):
         done = Path(os.environ["FAULTS_DONE"]) / fault.replace(":", "-")
-        if fault == f"{rank}:{phase}:{_step}" and not done.exists():
+        if fault == f"{rank}:{phase}:{step}" and not done.exists():
             done.touch()
             os.kill(os.getpid(), signal.SIGKILL)
 
@@ -76,13 +78,13 @@ def _arm() -> None:
         save_file(tensors, file, *rest)
         with Path(file).open("rb+") as half:
             half.truncate(Path(file).stat().st_size // 2)
-        die_if("write")
+        die_if("write", Path(file).parent)
         save_file(tensors, file, *rest)
 
     def faulty_publish(self: Writer) -> None:
-        die_if("publish")
+        die_if("publish", self.folder)
         publish(self)
-        die_if("published")
+        die_if("published", self.folder)
 
     Trainer.step, Trainer.gradients = faulty_step, faulty_gradients  # type: ignore[method-assign]
     checkpoint_storage.save_file = faulty_save

@@ -37,21 +37,26 @@ def options(out: Path, **other: object) -> TrainOptions:
     )  # fmt: skip
 
 
-def rank(number: int, port: int, out: Path, attempt: int, log: Path) -> None:
+def rank(number: int, port: int, out: Path, attempt: int, background: bool) -> None:
     os.environ.update(
         RANK=str(number), LOCAL_RANK=str(number), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2", MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port), AUTOPAR_ATTEMPT=str(attempt),
     )  # fmt: skip
     code = 1
-    with log.open("a") as told, redirect_stderr(told):
+    with (out.parent / f"log-{number}").open("a") as told, redirect_stderr(told):
         try:
-            code = train_rank(MODEL, Plan.load(out.parent / "plan.json"), options(out), lambda line: None)
+            code = train_rank(
+                MODEL,
+                Plan.load(out.parent / "plan.json"),
+                options(out, async_save=background),
+                lambda line: None,
+            )
         except BaseException:
             traceback.print_exc()
     end_rank(code)
 
 
-def once(out: Path, attempt: int) -> list[int]:
+def once(out: Path, attempt: int, *, background: bool) -> list[int]:
     """Exit codes of the ranks; below 0 the signal that killed one. The others of a killed one are killed too."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -60,7 +65,7 @@ def once(out: Path, attempt: int) -> list[int]:
     for number in range(2):
         pid = os.fork()
         if not pid:
-            rank(number, port, out, attempt, out.parent / f"log-{number}")
+            rank(number, port, out, attempt, background)
         ranks[pid] = number
     codes: dict[int, int] = {}
     end = time.monotonic() + 60
@@ -80,11 +85,11 @@ def main(folder: Path, faults: list[str]) -> None:
     plan = api.plan(MODEL, "cpu:2", batch=4, seq=8, fix=["batch=dp"], mesh="dp=2")
     plan.save(folder / "plan.json")
     os.environ["FAULTS_DONE"] = str(folder)
-    clean = once(folder / "clean", 0)
+    clean = once(folder / "clean", 0, background=False)
     os.environ["FAULTS"] = ",".join(faults)
     attempts = []
     for attempt in range(len(faults) + 1):
-        attempts.append(once(folder / "faulty", attempt))
+        attempts.append(once(folder / "faulty", attempt, background=True))
         if not any(attempts[-1]):
             break
     logs = io.StringIO()

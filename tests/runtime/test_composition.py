@@ -42,12 +42,9 @@ def good(found: list[dict[str, float]]) -> bool:
 @pytest.mark.parametrize(("kind", "layout"), LAYOUTS)
 def test_simulated(kind: str, layout: str) -> None:
     run, batch = compile_layout(kind, layout)
-    long = "cp=" in layout
-    found = simulate(
-        run.plan.whole_mesh.device_count,
-        lambda _: errors(run.on_rank(), kind, batch, long=long),
-        timeout_s=200,
-    )
+    wanted = expected(kind, "cp=" in layout)
+    ranks = run.plan.whole_mesh.device_count
+    found = simulate(ranks, lambda _: errors(run.on_rank(), batch, wanted), timeout_s=200)
     assert good(found), found
 
 

@@ -239,6 +239,7 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: P
 def test_the_live_view_shows_where_the_time_goes(run: autopar.Compiled) -> None:
     console = Console(width=100, record=True, file=Path(os.devnull).open("w"))  # noqa: SIM115
     view = LiveView(run.plan, console)
+    view.step(RECORD | {"loss": float("nan")})
     view.step(RECORD)
     view.close()
     text = console.export_text()
@@ -266,7 +267,7 @@ def seconds(data: float, compute: float) -> dict[str, float]:
 
 
 def test_a_slow_rank_is_named_with_the_kind_of_time_once() -> None:
-    slow = Stragglers(Mesh.of({"dp": 4}), slower=1.3)
+    slow = Stragglers(Mesh.of({"dp": 4}), slower=1.3, patience=1)
     even = {rank: seconds(0.01, 1.0) for rank in range(4)}
     assert slow.update(even) == []
     told = slow.update(even | {2: seconds(0.6, 1.01)})
@@ -277,8 +278,16 @@ def test_a_slow_rank_is_named_with_the_kind_of_time_once() -> None:
     assert slow.update(even) == ["rank 2 is as fast as the others again"]
 
 
+def test_what_passes_is_not_told() -> None:
+    slow = Stragglers(Mesh.of({"dp": 2}), slower=1.3, patience=3)
+    even, late = {0: seconds(0, 1.0), 1: seconds(0, 1.0)}, {0: seconds(0, 1.0), 1: seconds(0, 2.0)}
+    assert [slow.update(each) for each in (late, late, even, late, late, even)] == [[]] * 6
+    assert [len(slow.update(late)) for _ in range(4)] == [0, 0, 1, 0]
+    assert [len(slow.update(each)) for each in (even, late, even, even, even)] == [0, 0, 0, 0, 1]
+
+
 def test_stages_of_a_pipeline_are_not_compared() -> None:
-    slow = Stragglers(Mesh.of({"pp": 2, "dp": 2}), slower=1.3)
+    slow = Stragglers(Mesh.of({"pp": 2, "dp": 2}), slower=1.3, patience=1)
     stages = {0: seconds(0, 1.0), 1: seconds(0, 1.0), 2: seconds(0, 3.0), 3: seconds(0, 3.0)}
     assert slow.update(stages) == []
     assert "rank 3" in slow.update(stages | {3: seconds(0, 5.0)})[0]
@@ -299,10 +308,10 @@ def _trace_names_collectives(folder: Path) -> None:
 
 def test_ranks_tell_their_waits_by_axis_and_the_slow_one_is_named(tmp_path: Path) -> None:
     """Rank 1 is 0.1 s late with its data; rank 0 waits for it in a collective over tp."""
-    results = run_on(2, "monitor_worker.py", str(tmp_path), "tp=2", "slow", "16", "6", timeout=120)
+    results = run_on(2, "monitor_worker.py", str(tmp_path), "tp=2", "slow", "30", "6", timeout=120)
     steps = [record for record in read(tmp_path / "metrics.jsonl") if record["event"] == "step"]
     late = [record for record in read(tmp_path / "metrics-rank-1.jsonl") if record["event"] == "step"]
-    assert len(steps) == len(late) == 16
+    assert len(steps) == len(late) == 30
     for own, other in zip(steps[1:], late[1:], strict=True):
         assert flat(own["seconds_by_kind"]) == pytest.approx(own["seconds"])
         assert own["seconds_by_kind"]["communication"]["tp"] > 0.08

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -13,16 +14,15 @@ from autopar.runtime.nonfinite import Skips, explain, kept_buffers
 from tests.runtime.training_case import CASES, Made, made, on_ranks
 
 VALUES = torch.linspace(-1.0, 1.0, 8 * 4).view(8, 4)
+WITH_ZEROS = torch.cat([VALUES[:5], torch.zeros(1, 4), VALUES[6:]])
 
 
 class Root(nn.Module):
-    """Finite everywhere, but the gradient of sqrt at 0 is infinite, and 0 times it is nan."""
+    """Finite for zeros too, but the gradient of sqrt at 0 is infinite, and 0 times it is nan."""
 
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
-        with torch.no_grad():
-            self.first.weight[2] = 0.0
 
     def forward(self, x: Tensor) -> dict[str, Tensor]:
         return {"loss": self.second(torch.sqrt(self.first(x).square())).square().mean()}
@@ -41,7 +41,7 @@ class Masked(nn.Module):
         return {"loss": self.last(scores.softmax(-1) * 1e30).pow(2).mean()}
 
 
-CASES["root"] = lambda: (Root(), {"x": VALUES})
+CASES["root"] = lambda: (Root(), {"x": WITH_ZEROS})
 CASES["masked"] = lambda: (Masked(), {"x": VALUES})
 
 
@@ -140,9 +140,9 @@ def test_nothing_is_found_where_nothing_is() -> None:
         assert text.startswith("run again, every value was finite")
 
 
-def test_with_micro_batches_and_recompute_the_layer_is_found() -> None:
+def test_of_several_micro_batches_with_recompute() -> None:
     def work(run: Made) -> str:
-        trainer = run.start(micro_batches=2)
+        trainer = run.start(micro_batches=2, recompute=True)
         model = trainer.model
         batch = run.batch
         with torch.no_grad():
@@ -168,6 +168,45 @@ def test_buffers_are_as_they_were() -> None:
     explain(trainer.model, [batch])
     for name, value in trainer.store.buffers.items():
         assert torch.equal(value, before[name]), name
+
+
+def trained(run: Made, bad: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
+    """Parameters, momentum and buffers after a good step, a bad one that is skipped (if there is one), a good one."""
+    trainer = run.start(lambda parameters: torch.optim.SGD(parameters, lr=0.01, momentum=0.9))
+    good = (
+        {name: value.roll(1, 0) for name, value in run.batch.items()}
+        if run.kind == "convnet"
+        else {"x": VALUES}
+    )
+    trainer.step(good)
+    if bad is not None:
+        with kept_buffers(trainer.model) as restore:
+            with pytest.raises(TrainingError, match=r"the loss is|the gradient norm is"):
+                trainer.step(bad)
+            explain(trainer.model, [bad])
+            trainer.reduction.forget()
+            restore()
+    trainer.step(good)
+    store, momenta = trainer.store, trainer.optimizer.state
+    found = {name: entry.parameter.detach().clone() for name, entry in store.entries.items()}
+    found |= {f"momentum {name}": momenta[each]["momentum_buffer"] for name, each in store.parameters.items()}
+    return found | {f"buffer {name}": value.clone() for name, value in store.buffers.items()}
+
+
+@pytest.mark.parametrize("mesh", ["dp=2", "fsdp=2"])
+@pytest.mark.parametrize("kind", ["convnet", "root"])  # the loss is not finite, only the gradient is not
+def test_a_skipped_step_leaves_no_trace(kind: str, mesh: str) -> None:
+    run = made(kind, mesh)
+    bad = dict(run.batch)
+    if kind == "convnet":
+        bad["pixel_values"] = run.batch["pixel_values"].clone()
+        bad["pixel_values"][0, 0, 3, 3] = float("inf")
+    unbroken = on_ranks(run, lambda each: trained(each, None))
+    skipped = on_ranks(run, lambda each: trained(each, bad))
+    for expected, found in zip(unbroken, skipped, strict=True):
+        assert expected.keys() == found.keys()
+        for name, value in expected.items():
+            assert torch.equal(found[name], value), name
 
 
 def test_skips_are_counted_and_too_many_in_a_row_end_the_run() -> None:

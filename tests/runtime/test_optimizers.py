@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import inspect
 import zlib
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from autopar.compiled import Compiled
 from autopar.errors import UsageError
+from autopar.runtime.nonfinite import explain
 from autopar.runtime.optimizers import (
     ELEMENTWISE,
     GroupSettings,
@@ -19,7 +23,10 @@ from autopar.runtime.optimizers import (
     parse_group,
     parse_options,
 )
+from autopar.runtime.pipeline import Pipeline
+from autopar.runtime.simulate import simulate
 from tests.runtime import test_nonfinite  # noqa: F401 (the case `root`)
+from tests.runtime.composition import compile_layout, model_and_batch
 from tests.runtime.processes import run_on
 from tests.runtime.training_case import Made, case, digest, made, on_ranks, whole
 
@@ -85,10 +92,7 @@ def test_muon_is_torchs_bit_for_bit(mesh: str) -> None:
     want = expected("llama", muon_and_adamw)
     for found in on_ranks(made("llama", mesh), lambda run: stepped(run, settings)):
         for name, value in want.items():
-            if hidden(name, value):
-                assert torch.equal(found[name], value), name
-            else:  # AdamW's kernel rounds the end of a tensor, where its vectors do not fit, otherwise
-                torch.testing.assert_close(found[name], value, rtol=1e-6, atol=1e-7)
+            assert torch.equal(found[name], value), name
 
 
 @pytest.mark.parametrize("mesh", ["tp=2", "fsdp=2"])
@@ -129,12 +133,13 @@ def test_adafactor_is_torchs(mesh: str) -> None:
 def test_elementwise_optimizers_are_torchs(kind: str) -> None:
     settings = OptimizerSettings(kind, lr=1e-3)
     maker = ELEMENTWISE[kind]
-    # Weight decay is set, and nothing else differs: torch's defaults are kept.
-    decay = {} if kind == "rprop" else {"weight_decay": 0.0}
-    want = expected("llama", lambda named: [maker(named.values(), lr=1e-3, **decay)])
-    for found in on_ranks(made("llama", "fsdp=2,tp=2"), lambda run: stepped(run, settings))[:1]:
+    # AdamW and NAdam differ from this in their default weight decay, and some have none.
+    given = set(inspect.signature(maker).parameters)
+    options = {key: value for key, value in {"weight_decay": 0.0, "fused": True}.items() if key in given}
+    want = expected("llama", lambda named: [maker(named.values(), lr=1e-3, **options)])
+    for found in on_ranks(made("llama", "fsdp=2,tp=2"), lambda run: stepped(run, settings)):
         for name, value in want.items():
-            torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6, msg=name)
+            assert torch.equal(found[name], value), name
 
 
 def test_states_have_the_shapes_that_checkpoints_tell_apart() -> None:
@@ -239,6 +244,14 @@ def test_bad_settings(settings: OptimizerSettings, what: str) -> None:
         one_rank(settings)
 
 
+def test_a_stage_with_nothing_to_train() -> None:
+    run = made("llama", "dp=1")
+    store = run.start().store
+    for parameter in store.parameters.values():
+        parameter.requires_grad_(False)
+    make_optimizer(OptimizerSettings("muon"), store, run.rank_program).step()
+
+
 @pytest.mark.parametrize("text", ["lr=1e-4", "*.bias lr", "*.bias =1"])
 def test_bad_group_texts(text: str) -> None:
     with pytest.raises(UsageError):
@@ -282,3 +295,73 @@ def test_processes_do_what_simulated_ranks_do() -> None:
     assert first["muon"] == simulated
     assert "aten.linear" in first["cause"]
     assert "rank 1" in first["cause"]
+
+
+def over_stages(kind: str, compiled: Compiled) -> Compiled:
+    """On a rank of a pipeline: its run, with an optimizer over the state of its stages."""
+    run = compiled.on_rank().start()
+    assert isinstance(run.trainer.model, Pipeline)
+    programs = [stage.stage.program for stage in run.trainer.model.models]
+    settings = OptimizerSettings(kind, lr=1e-2, weight_decay=0.1)
+    run.optimizer = make_optimizer(settings, run.trainer.store, *programs)
+    return run
+
+
+def test_muon_over_pipeline_stages_and_zero() -> None:
+    """Losses of three steps as torch's Muon gives on the whole model; and the fault of one stage is named on all."""
+    model, batch = model_and_batch("llama")
+    optimizers = muon_and_adamw(dict(model.named_parameters()))
+    expected = []
+    for _ in range(3):
+        loss = model(**batch).loss
+        expected.append(float(loss.detach()))
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    run, _ = compile_layout("llama", "dp=2,pp=2,schedule=1f1b,zero=1,mbs=2")
+
+    def work(rank: int) -> tuple[list[float], str]:
+        trainer = over_stages("muon", run).trainer
+        losses = [trainer.step(batch).loss for _ in range(3)]
+        spoiled = trainer.store.parameters.get("model.layers.2.mlp.up_proj.weight")
+        if spoiled is not None:
+            spoiled.data.fill_(3e38)
+        trainer.reduction.publish()
+        size = next(iter(batch.values())).shape[0] // trainer.micro_batches
+        parts = [
+            {name: value[number * size : (number + 1) * size] for name, value in batch.items()}
+            for number in range(trainer.micro_batches)
+        ]
+        return losses, explain(trainer.model, parts)
+
+    results = simulate(4, work, timeout_s=120)
+    for losses, text in results:
+        assert losses == pytest.approx(
+            expected, rel=1e-3
+        )  # bfloat16 inside; the gradients differ by rounding
+        assert text == results[0][1]
+        assert "layer model.layers.2, rank 2" in text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["muon", "adafactor"])
+def test_a_run_goes_on_under_another_mesh(kind: str, tmp_path: Path) -> None:
+    first, batch = compile_layout("llama", "dp=2,pp=2,schedule=1f1b,zero=1,mbs=2")
+    second, _ = compile_layout("llama", "dp=2,tp=2,pp=2,schedule=1f1b,zero=1,mbs=1")
+
+    def start(rank: int) -> list[float]:
+        run = over_stages(kind, first)
+        for _ in range(2):
+            run.train_step(batch)
+        run.save(tmp_path)
+        return [run.train_step(batch).loss for _ in range(2)]
+
+    def go_on(rank: int) -> list[float]:
+        run = over_stages(kind, second)
+        run.load(tmp_path)
+        return [run.train_step(batch).loss for _ in range(2)]
+
+    unbroken, resumed = simulate(4, start)[0], simulate(8, go_on)[0]
+    assert resumed == pytest.approx(unbroken, rel=1e-4)

@@ -15,7 +15,7 @@ from autopar.mesh import Mesh
 from autopar.runtime.observe import COMPUTE, DATA, OPTIMIZER, Collective, Observer, Place, ranks_text
 from autopar.runtime.watch import State, Watch
 
-REDUCE = Collective("all_reduce", "tp", (0, 1, 2, 3), "float32[4, 8]")
+REDUCE = Collective("all_reduce", "tp", (0, 1, 2, 3), (torch.float32, torch.Size([4, 8])))
 
 
 def observer(world: int = 4, device: str = "cpu") -> Observer:
@@ -55,7 +55,7 @@ def test_ranks_in_different_collectives_are_all_told() -> None:
     seen = observer(2)
     seen.place = Place(step=3, note="reducing gradients", waiting=REDUCE)
     told = watch(seen)
-    told._hear(state(1, FORWARD, Collective("all_gather", "tp", (0, 1), "")))
+    told._hear(state(1, FORWARD, Collective("all_gather", "tp", (0, 1))))
     text = told.judge()
     assert text.startswith("every rank waits, and not for the same: ")
     assert "rank 0 waits in all_reduce over tp" in text
@@ -164,7 +164,7 @@ def test_device_time_is_taken_off_compute_once_it_is_over() -> None:
 
 def test_on_a_device_the_first_collective_that_is_not_over_is_waited_for() -> None:
     seen = observer(device="cuda")
-    other = Collective("all_gather", "fsdp", (0, 1), "")
+    other = Collective("all_gather", "fsdp", (0, 1))
     seen._events = [
         ("communication fsdp", other, Event(0.0), Event(0.1)),
         ("communication tp", REDUCE, Event(0.1), Event(0.2, over=False)),

@@ -64,11 +64,12 @@ class Made:
         *,
         micro_batches: int = 1,
         max_norm: float | None = 1.0,
+        recompute: bool = False,
     ) -> Trainer:
         """On a rank: a trainer of the model's own weights, by SGD at 0.1 if nothing else is said."""
         groups = join_mesh(self.mesh)
         store = ParameterStore(self.rank_program, groups, self.state)
-        rank_model = RankModel(self.rank_program, groups, store)
+        rank_model = RankModel(self.rank_program, groups, store, recompute=recompute)
         parameters = [parameter for parameter in store.parameters.values() if parameter.requires_grad]
         chosen = optimizer(parameters) if optimizer else torch.optim.SGD(parameters, lr=0.1)
         return Trainer(rank_model, chosen, micro_batches=micro_batches, max_norm=max_norm)
