@@ -43,7 +43,7 @@ ForbidOption = Annotated[
 SpaceOption = Annotated[
     str | None,
     typer.Option(
-        "--space", help="runtime: what autopar train runs; all: every layout (default: runtime on cpu)"
+        "--space", help="runtime: data, fsdp, tensor parallel; all: every layout (default: runtime on cpu)"
     ),
 ]
 MeshOption = Annotated[
@@ -69,7 +69,7 @@ TokensOption = Annotated[
     ),
 ]
 # The parameters of `plan` and `train` that say how to make a plan: a plan that is given replaces them.
-PLANNING = ("cluster", "batch", "seq", "fix", "mesh", "micro_batches", "recompute", "precision")
+PLANNING = ("cluster", "batch", "seq", "fix", "mesh", "micro_batches", "recompute", "precision", "space")
 TokenizerOption = Annotated[
     Path | None, typer.Option("--tokenizer", help="a folder with tokenizer.json (default: MODEL's)")
 ]

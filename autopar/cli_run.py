@@ -23,6 +23,7 @@ from autopar.cli_options import (
     QuietOption,
     RecomputeOption,
     SeqOption,
+    SpaceOption,
     TokenizerOption,
     app,
     progress,
@@ -67,8 +68,32 @@ def train(
     batch: BatchOption = 8,
     seq: SeqOption = 128,
     steps: Annotated[int, typer.Option("--steps", min=1, help="the step to train up to")] = 30,
-    lr: Annotated[float, typer.Option("--lr", min=0.0, help="AdamW's learning rate")] = 3e-4,
-    weight_decay: Annotated[float, typer.Option("--weight-decay", min=0.0)] = 0.0,
+    optimizer: Annotated[
+        str,
+        typer.Option("--optimizer", help="adamw, sgd, muon, adafactor, or another of torch's, in lower case"),
+    ] = "adamw",
+    optimizer_option: Annotated[
+        list[str] | None,
+        typer.Option("--optimizer-option", help="what else it takes, as torch calls it: momentum=0.9"),
+    ] = None,
+    group: Annotated[
+        list[str] | None,
+        typer.Option("--group", help="settings of parameters by name: '*.bias lr=1e-4,weight_decay=0'"),
+    ] = None,
+    lr: Annotated[float, typer.Option("--lr", min=0.0, help="learning rate")] = 3e-4,
+    weight_decay: Annotated[
+        float, typer.Option("--weight-decay", min=0.0, help="of matrices; norms and biases have none")
+    ] = 0.0,
+    schedule: Annotated[
+        str, typer.Option("--schedule", help="of the learning rate: constant, linear, cosine or wsd")
+    ] = "constant",
+    warmup: Annotated[int, typer.Option("--warmup", min=0, help="steps in which the rate rises")] = 0,
+    min_lr: Annotated[
+        float, typer.Option("--min-lr", min=0.0, max=1.0, help="what a schedule ends at, as a part of --lr")
+    ] = 0.0,
+    ema: Annotated[
+        float | None, typer.Option("--ema", help="average the weights, keeping this much per step: 0.999")
+    ] = None,
     max_norm: Annotated[
         float, typer.Option("--max-norm", min=0.0, help="clip the global gradient norm to this; 0: never")
     ] = 1.0,
@@ -137,6 +162,7 @@ def train(
     micro_batches: MicroOption = None,
     recompute: RecomputeOption = None,
     precision: PrecisionOption = None,
+    space: SpaceOption = None,
     timeout: Annotated[
         float, typer.Option("--timeout", min=1.0, help="seconds after which a collective gives up")
     ] = 300.0,
@@ -152,7 +178,18 @@ def train(
     from autopar.runtime.checkpoint import check_target
     from autopar.runtime.groups import check_world
     from autopar.runtime.launch import attempt, launch, launched
+    from autopar.runtime.optimizers import OptimizerSettings, parse_group, parse_options
+    from autopar.runtime.schedules import Schedule
     from autopar.training import TrainOptions, check_fresh, train_rank
+
+    settings = OptimizerSettings(
+        optimizer,
+        lr,
+        weight_decay,
+        options=parse_options(optimizer_option or ()),
+        groups=tuple(parse_group(text) for text in group or ()),
+    )
+    rates = Schedule(schedule, steps, warmup, min_lr)
 
     for name, given in (("--resume", resume), ("--restarts", restarts)):
         if given and out is None:
@@ -180,7 +217,7 @@ def train(
                 micro_batches=micro_batches,
                 recompute=recompute,
                 precision=precision,
-                space="runtime",
+                space=space,
                 progress=tell,
             )
     else:
@@ -205,8 +242,9 @@ def train(
     with results() as tell_result:
         options = TrainOptions(
             steps=steps,
-            lr=lr,
-            weight_decay=weight_decay,
+            optimizer=settings,
+            schedule=rates,
+            ema=ema,
             max_norm=max_norm,
             data=data,
             tokenizer=tokenizer,

@@ -26,11 +26,15 @@ from autopar.passes.stages import Stage, cut_stages
 from autopar.plans import Plan
 from autopar.prepared import prepare_program
 from autopar.runtime.checkpoint import load_checkpoint, read_about, save_checkpoint
+from autopar.runtime.ema import Ema
 from autopar.runtime.generate import NextToken
 from autopar.runtime.groups import Groups, join_mesh
 from autopar.runtime.model import RankModel
+from autopar.runtime.nonfinite import Skips
+from autopar.runtime.optimizers import OptimizerSettings, make_optimizer
 from autopar.runtime.pipeline import Pipeline
 from autopar.runtime.recompute import Recompute
+from autopar.runtime.schedules import Schedule
 from autopar.runtime.store import Entry, ParameterStore, Zero
 from autopar.runtime.trainer import StepResult, Trainer
 
@@ -64,32 +68,57 @@ class Compiled:
         lr: float = 3e-4,
         weight_decay: float = 0.0,
         max_norm: float | None = 1.0,
-        optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None = None,
+        optimizer: OptimizerSettings | Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None = None,
+        schedule: Schedule | None = None,
+        ema: float | None = None,
+        skips: int = 3,
         timeout_s: float = 300.0,
     ) -> Compiled:
-        """Join the mesh and take this rank's share of the weights (called by the first step if not before)."""
+        """Join the mesh and take this rank's share of the weights (called by the first step if not before).
+
+        lr, weight_decay  of AdamW, which leaves norms and biases undecayed, where no `optimizer` is given
+        optimizer         OptimizerSettings (by name), or what makes a torch optimizer of a list of local parameters
+        schedule          what learning rates are multiplied by; without one they are yours to change
+        ema               keep an average of the weights that keeps this much of itself per step (0.999)
+        skips             how many steps in a row may be skipped for values that are not finite, before it is an error
+        """
         if self._trainer is not None:
             return self
         stages = self.stages
         groups = join_mesh(self.plan.whole_mesh, timeout_s=timeout_s)
         module = self._source.load() if self._source.load is not None else self._source.build()
         model = self._on_ranks(groups, stages, state_of(module, self.rank_program.constants))
-        trainable = [parameter for parameter in model.store.parameters.values() if parameter.requires_grad]
-        make = optimizer or (
-            lambda parameters: torch.optim.AdamW(parameters, lr=lr, weight_decay=weight_decay)
-        )
-        if not trainable:
+        if not any(layout.info.trainable for layout in self.rank_program.state.values()):
             raise ModelError(
                 "the model has no trainable parameter",
                 where=self._source.name,
                 hint="parameter.requires_grad_(True) for those to train",
             )
+        settings = OptimizerSettings(lr=lr, weight_decay=weight_decay) if optimizer is None else optimizer
         try:
-            chosen = make(trainable)
+            chosen = self._optimizer(model.store, settings)
         except ValueError as error:  # torch's check of the learning rate and the like
             raise UsageError(f"the optimizer refuses its settings: {error}", hint="lr=3e-4") from error
-        self._trainer = Trainer(model, chosen, micro_batches=self.plan.data.micro_batches, max_norm=max_norm)
+        self._trainer = Trainer(
+            model,
+            chosen,
+            micro_batches=self.plan.data.micro_batches,
+            max_norm=max_norm,
+            schedule=schedule,
+            ema=None if ema is None else Ema(model.store, ema),
+            skips=Skips(skips),
+        )
         return self
+
+    def _optimizer(
+        self,
+        store: ParameterStore,
+        wanted: OptimizerSettings | Callable[[list[nn.Parameter]], torch.optim.Optimizer],
+    ) -> torch.optim.Optimizer:
+        if isinstance(wanted, OptimizerSettings):
+            return make_optimizer(wanted, store, self.rank_program, known=self.rank_program.state)
+        trainable = [parameter for parameter in store.parameters.values() if parameter.requires_grad]
+        return wanted(trainable or [nn.Parameter(torch.zeros(0))])  # a stage may have none
 
     @property
     def stages(self) -> tuple[Stage, ...]:

@@ -134,7 +134,7 @@ class Layout:
         whole = self.expert_ways * (self.tp if self.etp == 1 else 1) == self.ep
         wants = (
             (self.ep > 1 and (self.etp not in (1, self.tp) or not whole), f"ep={self.ep}, etp={self.etp}"),
-            (self.precision not in ("fp32", "bf16"), f"precision={self.precision}"),
+            (self.precision not in ("fp32", "bf16", "fp8"), f"precision={self.precision}"),
         )
         return next((text for wanted, text in wants if wanted), None)
 

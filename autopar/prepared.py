@@ -20,6 +20,7 @@ from autopar.models.model_source import ModelSource
 from autopar.passes.axes import name_axes
 from autopar.passes.capture import capture
 from autopar.passes.check import check
+from autopar.passes.fp8 import use_fp8
 from autopar.passes.lower import RankProgram, lower
 from autopar.passes.problem import build_problem
 from autopar.passes.restore import solution_of
@@ -82,17 +83,18 @@ def lowered_of(source: ModelSource, form: Form, plan: Plan, tell: Progress) -> R
             hint="to plan again without it: fix='etp=1', precision='bf16'",
         )
     mesh = plan.run_mesh
+    captured = "fp32" if plan.precision == "fp32" else "bf16"
     micro = Form(
         form.of_batch(form.batch // plan.data.micro_batches), form.batch // plan.data.micro_batches, form.seq
     )
-    prepared = prepare(source, micro, plan.precision, tell)
+    prepared = prepare(source, micro, captured, tell)
     if prepared.program.fixed:
         one_micro_batch(prepared.program, plan.data.micro_batches)
     found = fingerprint(prepared.program)
     if found != plan.model.fingerprint:
-        if plan.data.micro_batches > 1 and fingerprint(
-            prepare(source, form, plan.precision, tell).program
-        ) == (plan.model.fingerprint):
+        if plan.data.micro_batches > 1 and fingerprint(prepare(source, form, captured, tell).program) == (
+            plan.model.fingerprint
+        ):
             raise PlanError(
                 f"{source.name} has other ops for a micro-batch of {micro.batch} than for the batch of {form.batch}: it goes "
                 "through its images one by one",
@@ -115,7 +117,7 @@ def lowered_of(source: ModelSource, form: Form, plan: Plan, tell: Progress) -> R
     tell("lowering")
     # At a batch of one its loops have other names than the plan's.
     several = Form(form.of_batch(2), 2, form.seq) if micro.batch == 1 and form.batch > 1 else None
-    planned = None if several is None else prepare(source, several, plan.precision, lambda _: None).problem
+    planned = None if several is None else prepare(source, several, captured, lambda _: None).problem
     solution = solution_of(plan, prepared.problem, planned)
     try:
         lowered = lower(prepared.program, prepared.problem, solution, mesh)
@@ -124,7 +126,7 @@ def lowered_of(source: ModelSource, form: Form, plan: Plan, tell: Progress) -> R
             f"the plan cannot be run: {error.what}", where=f"plan.blocks, {error.where}", hint="a new plan"
         ) from error
     check(lowered)
-    return lowered
+    return use_fp8(lowered) if plan.precision == "fp8" else lowered
 
 
 def one_micro_batch(program: Program, micro_batches: int | None) -> int:

@@ -38,10 +38,14 @@ from autopar.runtime.checkpoint import (
     read_about,
     step_folder,
 )
+from autopar.runtime.checkpoint_state import Extra
+from autopar.runtime.ema import Ema
 from autopar.runtime.groups import leave, wait_for_all
 from autopar.runtime.launch import StopRequest, attempt
 from autopar.runtime.monitor import Monitor, MonitorOptions
+from autopar.runtime.optimizers import OptimizerSettings
 from autopar.runtime.saving import SavePolicy, Saver, mean_time_between_failures
+from autopar.runtime.schedules import Schedule
 from autopar.runtime.trainer import StepResult
 from autopar.training_data import batches
 
@@ -55,8 +59,9 @@ class TrainOptions:
     resuming; `export`: a model folder at the end."""
 
     steps: int
-    lr: float
-    weight_decay: float
+    optimizer: OptimizerSettings
+    schedule: Schedule
+    ema: float | None
     max_norm: float
     data: str
     tokenizer: Path | None
@@ -93,8 +98,9 @@ def train_rank(model: str, plan: Plan, options: TrainOptions, tell_result: Calla
     torch.manual_seed(options.seed)  # every rank builds the same random weights, where a model has no others
     run = api.compile(source, plan=plan, compiled=options.compiled)
     run.start(
-        lr=options.lr,
-        weight_decay=options.weight_decay,
+        optimizer=options.optimizer,
+        schedule=options.schedule,
+        ema=options.ema,
         max_norm=options.max_norm or None,
         timeout_s=options.timeout_s,
     )
@@ -174,7 +180,7 @@ class _Training:
             self.say(f"there is no checkpoint in {out} yet: starting at step 0")
             return bool(again)
         self._check_model(read_about(chosen), chosen)
-        about = load_checkpoint(chosen, self.trainer, verify=False)
+        about = load_checkpoint(chosen, self.trainer, verify=False, extra=self._averages())
         self.position = int(about.get("sequences", self.trainer.step_count * self.plan.data.batch))
         if about.get("seed", self.options.seed) != self.options.seed:
             self.say(
@@ -213,10 +219,17 @@ class _Training:
         config: Any = self.source.config
         if hasattr(config, "to_json_string"):
             files[CONFIG] = config.to_json_string(use_diff=False)
-        saver = Saver(self.trainer, out, policy, about=self._about, files=files, say=self.say)
+        saver = Saver(
+            self.trainer, out, policy, about=self._about, files=files, extra=self._averages, say=self.say
+        )
         if self.first:
             self.plan.save(out / "plan.json")
         return saver
+
+    def _averages(self) -> Extra:
+        """The averaged weights, saved beside the optimizer's state."""
+        ema = self.trainer.ema
+        return {} if ema is None else {Ema.FIELD: ema.tensors()}
 
     def _about(self) -> dict[str, Any]:
         """What training.json says, beside the format and the step."""
@@ -265,6 +278,8 @@ class _Training:
         return False
 
     def _tell(self, result: StepResult, seconds: float) -> None:
+        if result.skipped is not None:
+            self.say(result.skipped)
         if not self.first or self.options.live:
             return
         if self.options.as_json:

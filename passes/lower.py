@@ -233,6 +233,7 @@ class _BlockBuilder:
         sharding = self.sharding(node)
         fresh.meta["sharding"] = sharding
         fresh.meta["global"] = info
+        fresh.meta["axes"] = node.meta.get("axes")  # names, for the text of an exported program
         fresh.meta["local_shape"] = sharding.local_shape(
             info.shape, self.work.mesh, where=value_name(self.block.name, node.name)
         )

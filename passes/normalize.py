@@ -53,10 +53,9 @@ def normalize(graph: Graph, outputs: set[Node]) -> None:
     for node in list(graph.nodes):
         if node.target in _DROPPED:
             graph.erase_node(node)
-        elif node.target in (aten.alias.default, aten.lift_fresh_copy.default) and node not in outputs:
-            node.replace_all_uses_with(node.all_input_nodes[0])
-            graph.erase_node(node)
-        elif node.target is aten.clone.default and node not in outputs and _needs_no_copy(node):
+        elif (node.target in (aten.alias.default, aten.lift_fresh_copy.default) and node not in outputs) or (
+            node.target is aten.clone.default and node not in outputs and _needs_no_copy(node)
+        ):
             node.replace_all_uses_with(node.all_input_nodes[0])
             graph.erase_node(node)
         elif node.target in (aten.view.default, aten._unsafe_view.default):

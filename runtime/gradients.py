@@ -163,12 +163,13 @@ class Gradients:
             dist.all_reduce(total, group=self.whole.group)
         return total.sqrt()
 
-    def clip(self, max_norm: float, norm: Tensor) -> None:
+    def clip(self, max_norm: float, norm: float) -> None:
         """Scale all gradients so that their global norm is at most `max_norm` (as `torch.nn.utils.clip_grad_norm_`)."""
-        scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        for entry in self.store.entries.values():
-            if entry.parameter.grad is not None:
-                entry.parameter.grad.mul_(scale.to(entry.parameter.device))
+        scale = max_norm / (norm + 1e-6)
+        if scale < 1.0:
+            for entry in self.store.entries.values():
+                if entry.parameter.grad is not None:
+                    entry.parameter.grad.mul_(scale)
 
     # ---- after the optimizer's step ------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from autopar import collectives
-from autopar.errors import TrainingError
+from autopar.errors import NonFiniteError
 from autopar.passes.lower import RankBlock, RankProgram
 from autopar.program import Call
 from autopar.runtime.gradients import Gradients
@@ -78,7 +78,7 @@ class RankModel:
         """Forward and backward of whole micro-batches, one after the other. Returns the sum of their losses, each
         times its weight (its number of labels, where the loss is a mean over labels), and the sum of the weights.
 
-        Raises TrainingError for a loss that is not finite.
+        Raises NonFiniteError for a loss that is not finite.
         """
         total, weights = 0.0, 0.0
         for number, batch in enumerate(micro_batches):
@@ -132,8 +132,9 @@ class RankModel:
         # A recomputed call keeps nothing, and has its parameters again when it is run again: hooks of its own would
         # take what it saves from the checkpoint's, which then would keep all of it.
         if self.store.any_gathered and torch.is_grad_enabled() and not recomputed:
+            passed = self.store.until_backward(key, call.state, inputs)
             with self.store.hooks(key, call.state, state):
-                return function(*coordinates, *state, *inputs)
+                return function(*coordinates, *state, *passed)
         return function(*coordinates, *state, *inputs)
 
 
@@ -143,9 +144,9 @@ def weight_of(outputs: Mapping[str, Tensor], program: RankProgram, micro_batches
 
 
 def check_loss(value: float, number: int, micro_batches: int) -> None:
-    """Raise TrainingError for a micro-batch's loss that is not finite."""
+    """Raise NonFiniteError for a micro-batch's loss that is not finite."""
     if not math.isfinite(value):
-        raise TrainingError(
+        raise NonFiniteError(
             f"the loss is {value}",
             where=f"micro-batch {number + 1} of {micro_batches}",
             hint="to look at that batch (are all its labels ignored?), a lower learning rate, or fp32; "

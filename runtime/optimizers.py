@@ -86,6 +86,9 @@ class OptimizerSettings:
     options: Mapping[str, Any] = field(default_factory=dict)
     groups: tuple[GroupSettings, ...] = ()
 
+    def __post_init__(self) -> None:
+        _kind(self.name)  # a name that does not exist is told where it is given, not later by every rank
+
 
 def parse_group(text: str) -> GroupSettings:
     """`PATTERN key=value,key=value`, as in `*.bias lr=1e-4,weight_decay=0`. Raises UsageError."""
@@ -123,7 +126,6 @@ def make_optimizer(
 
     Raises UsageError for a name, a setting or a pattern that nothing has.
     """
-    _kind(settings.name)
     entries = [entry for entry in store.entries.values() if entry.parameter.requires_grad]
     _check_patterns(settings, entries, known)
     if not entries:  # a pipeline stage whose parameters are all frozen

@@ -199,7 +199,7 @@ class Pipeline:
 
     def accumulate(self, micro_batches: Sequence[Mapping[str, Tensor]]) -> tuple[float, float]:
         """Forward and backward of whole micro-batches over all stages; returns the sum of their weighted losses, and
-        of the weights, on every rank. Raises TrainingError for a loss that is not finite."""
+        of the weights, on every rank. Raises NonFiniteError for a loss that is not finite."""
         for model in self.models:
             model.load(micro_batches)
         numbers = torch.arange(self.micro_batches)

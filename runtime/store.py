@@ -147,6 +147,7 @@ class ParameterStore:
         self._gathered: dict[
             Hashable, dict[str, Tensor]
         ] = {}  # call -> parameters gathered again for its backward
+        self.held_longer: set[Hashable] = set()  # calls whose inputs say when their backward is done
 
     def _entry(self, name: str, layout: StateLayout, piece: Tensor) -> Entry:
         zero, trainable = self.zero, layout.info.trainable
@@ -296,6 +297,22 @@ class ParameterStore:
 
         return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
+    def until_backward(self, call: Hashable, names: Sequence[str], inputs: Sequence[Tensor]) -> list[Tensor]:
+        """A call's inputs, changed so that what its backward gathers is dropped when that is done. Needed where some of
+        it is frozen: the gradients of the others may be complete, or there be none, before its last use."""
+        flowing = [index for index, value in enumerate(inputs) if value.requires_grad]
+        frozen = any(
+            self.entries[name].gathered and not self.entries[name].parameter.requires_grad
+            for name in names
+            if name in self.entries
+        )
+        if not frozen or not flowing:
+            return list(inputs)
+        self.held_longer.add(call)
+        passed = _DropAfter.apply(self, call, *(inputs[index] for index in flowing))  # type: ignore[no-untyped-call]
+        changed = dict(zip(flowing, passed, strict=True))
+        return [changed.get(index, value) for index, value in enumerate(inputs)]
+
     def drop(self, call: Hashable) -> None:
         self._gathered.pop(call, None)
 
@@ -347,12 +364,36 @@ class _GatherParameters(Function):
         *shards: Tensor,
     ) -> tuple[Tensor, ...]:
         ctx.store, ctx.call, ctx.names = store, call, names
-        return tuple(store.gather(names))
+        ctx.set_materialize_grads(False)
+        whole = store.gather(names)
+        frozen = [tensor for tensor, shard in zip(whole, shards, strict=True) if not shard.requires_grad]
+        ctx.mark_non_differentiable(*frozen)  # else their gradients would be computed, and reduced
+        return tuple(whole)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
+        store: ParameterStore = ctx.store
+        if ctx.call not in store.held_longer:
+            store.drop(ctx.call)
+        trained = [name for name in ctx.names if store.entries[name].parameter.requires_grad]
+        arrived = [gradients[ctx.names.index(name)] for name in trained]
+        reduced = dict(zip(trained, store.reduce_rows(trained, arrived), strict=True))
+        return None, None, None, None, *(reduced.get(name) for name in ctx.names)
+
+
+class _DropAfter(Function):
+    """A call's inputs as they are; backward, when all their gradients are there: the call's parameters are dropped."""
+
+    @staticmethod
+    def forward(ctx: Any, store: ParameterStore, call: Hashable, *inputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.store, ctx.call = store, call
+        ctx.set_materialize_grads(False)
+        return tuple(each.view_as(each) for each in inputs)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
         ctx.store.drop(ctx.call)
-        return None, None, None, None, *ctx.store.reduce_rows(ctx.names, gradients)
+        return None, None, *gradients
 
 
 def _parts(program: RankProgram) -> dict[str, tuple[str, ...]]:

@@ -9,33 +9,42 @@ divided by the total at the end: the result is the mean over the whole batch, ho
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from autopar.errors import TrainingError
+from autopar.errors import NonFiniteError, TrainingError
 from autopar.nested import flat_inputs
 from autopar.passes.limits import IdLimit
 from autopar.program import TensorInfo, batch_dim, tensor_info
+from autopar.runtime.ema import Ema
 from autopar.runtime.groups import Groups, peer_errors
 from autopar.runtime.model import RankModel
+from autopar.runtime.nonfinite import Skips, explain, kept_buffers
 from autopar.runtime.pipeline import Pipeline
+from autopar.runtime.schedules import Schedule
 from autopar.runtime.store import ParameterStore
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """`loss`: mean over the batch. `gradient_norm`: before clipping."""
+    """`loss`: mean over the batch. `gradient_norm`: before clipping. `skipped`: of a step that was not taken, why."""
 
     step: int
     loss: float
     gradient_norm: float
+    skipped: str | None = None
 
 
 class Trainer:
-    """Steps a RankModel or a Pipeline. `optimizer` is any torch optimizer over `model.store.parameters`."""
+    """Steps a RankModel or a Pipeline. `optimizer` is any torch optimizer over `model.store.parameters`.
+
+    `schedule`: what the optimizer's learning rates are multiplied by (None: they are the caller's). `ema`: takes in the weights after every step.
+    `skips`: how many steps in a row may be skipped because a loss or gradient is not finite.
+    """
 
     def __init__(
         self,
@@ -44,9 +53,13 @@ class Trainer:
         *,
         micro_batches: int = 1,
         max_norm: float | None = 1.0,
+        schedule: Schedule | None = None,
+        ema: Ema | None = None,
+        skips: Skips | None = None,
     ) -> None:
         self.model, self.optimizer = model, optimizer
         self.micro_batches, self.max_norm = micro_batches, max_norm
+        self.schedule, self.ema, self.skips = schedule, ema, skips or Skips()
         self.step_count = 0
         self.reduction = model.gradients()
 
@@ -61,49 +74,71 @@ class Trainer:
     def step(self, batch: Mapping[str, Tensor]) -> StepResult:
         """Forward, backward, reduction, clipping, optimizer. `batch` is the whole batch; each rank takes its piece.
 
-        Raises TrainingError for a batch of another shape than the plan's, and for a loss or gradient that is not
-        finite; then no parameter has changed. Raises PeerError where another rank died or is stuck.
+        A step whose loss or gradient is not finite is skipped: nothing changes but the count of steps, and the result
+        says where the first such value came from. Raises TrainingError where too many are skipped in a row, and for a
+        batch of another shape than the plan's; PeerError where another rank died or is stuck.
         """
         with peer_errors(f"step {self.step_count + 1}"):
-            return self._step(batch)
+            pieces = self._pieces(batch)
+            with kept_buffers(self.model) as restore:
+                try:
+                    loss = self._reduced(pieces)
+                    norm = float(self.gradient_norm())
+                    if not math.isfinite(norm):
+                        raise NonFiniteError(f"the gradient norm is {norm}, the loss {loss:.6g}")
+                except NonFiniteError as error:
+                    cause = explain(self.model, pieces)
+                    self._forget()
+                    restore()
+                    told = self.skips.skipped(self.step_count + 1, error.what, cause)
+                    self.step_count += 1
+                    return StepResult(self.step_count, math.nan, math.nan, told)
+            self._update(norm)
+            return StepResult(self.step_count, loss, norm)
 
-    def _step(self, batch: Mapping[str, Tensor]) -> StepResult:
-        loss = self.gradients(batch)
-        norm = self.gradient_norm()
-        if not bool(torch.isfinite(norm)):
-            self.optimizer.zero_grad(set_to_none=True)
-            raise TrainingError(
-                f"the gradient norm is {float(norm)} at step {self.step_count + 1}, the loss {loss:.6g}",
-                where=f"step {self.step_count + 1}",
-                hint="a lower learning rate, or fp32; the parameters are those before this step",
-            )
+    def _update(self, norm: float) -> None:
         if self.max_norm is not None:
             self.reduction.clip(self.max_norm, norm)
+        if self.schedule is not None:
+            self.schedule.apply(self.optimizer, self.step_count)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.reduction.publish()
+        if self.ema is not None:
+            self.ema.update()
         self.step_count += 1
-        return StepResult(self.step_count, loss, float(norm))
+        self.skips.passed()
 
     def gradient_norm(self) -> Tensor:
         """L2 norm of the whole gradient, after `gradients`. All ranks must call it."""
         return self.reduction.norm()
 
     def gradients(self, batch: Mapping[str, Tensor]) -> float:
-        """Gradients of the whole batch's loss into the local parameters' `.grad`; returns the loss."""
+        """Gradients of the whole batch's loss into the local parameters' `.grad`; returns the loss.
+
+        Raises TrainingError for a loss that is not finite, and for a batch that does not fit.
+        """
+        pieces = self._pieces(batch)
+        try:
+            return self._reduced(pieces)
+        except TrainingError:
+            self._forget()
+            raise
+
+    def _pieces(self, batch: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
+        """The micro-batches of a batch that has been checked."""
         batch = flat_inputs(batch)
         self._check(batch)
         self._check_fixed(batch)
         self._check_conditions(batch)
+        return [self._micro(batch, number) for number in range(self.micro_batches)]
+
+    def _reduced(self, pieces: Sequence[Mapping[str, Tensor]]) -> float:
         where = f"step {self.step_count + 1}"
         try:
-            total, weights = self.model.accumulate(
-                [self._micro(batch, number) for number in range(self.micro_batches)]
-            )
+            total, weights = self.model.accumulate(pieces)
         except TrainingError as error:
-            self.optimizer.zero_grad(set_to_none=True)
-            self.reduction.forget()
-            raise TrainingError(error.what, where=f"{where}, {error.where}", hint=error.hint) from None
+            raise type(error)(error.what, where=f"{where}, {error.where}", hint=error.hint) from None
         if not weights:
             raise TrainingError(
                 "no label in the batch counts: all are ignored",
@@ -112,6 +147,11 @@ class Trainer:
             )
         self.reduction.finish(divide_by=weights)
         return total / weights
+
+    def _forget(self) -> None:
+        """Leave nothing of a step that failed."""
+        self.optimizer.zero_grad(set_to_none=True)
+        self.reduction.forget()
 
     def _check(self, batch: Mapping[str, Tensor]) -> None:
         for name, info in self.model.program.input_info.items():

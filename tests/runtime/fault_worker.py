@@ -23,6 +23,8 @@ import torch
 from autopar import api
 from autopar.plans import Plan
 from autopar.runtime.groups import end_rank
+from autopar.runtime.optimizers import OptimizerSettings
+from autopar.runtime.schedules import Schedule
 from autopar.training import TrainOptions, train_rank
 from tests.runtime.processes import ROOT
 
@@ -32,7 +34,7 @@ STEPS = 6
 
 def options(out: Path, **other: object) -> TrainOptions:
     return TrainOptions(
-        steps=STEPS, lr=1e-2, weight_decay=0.1, max_norm=0.1, data="pydoc", tokenizer=None, seed=0, out=out,
+        steps=STEPS, optimizer=OptimizerSettings(lr=1e-2, weight_decay=0.1), schedule=Schedule(), ema=0.5, max_norm=0.1, data="pydoc", tokenizer=None, seed=0, out=out,
         save_every=2, resume=False, compiled=False, timeout_s=20, as_json=True, quiet=False, **other,  # type: ignore[arg-type]
     )  # fmt: skip
 

@@ -194,7 +194,7 @@ def test_a_checkpoint_of_format_1_is_gone_on_from(tmp_path: Path) -> None:
     found = simulate(4, go_on)[0]
     step()
     for name, parameter in names.items():
-        torch.testing.assert_close(found[f"model/{name}"], parameter.detach(), rtol=0, atol=2e-5, msg=name)
+        torch.testing.assert_close(found[f"model/{name}"], parameter.detach(), rtol=0, atol=2e-5)
 
 
 # ---- whole or not there ------------------------------------------------------------------------------------------
