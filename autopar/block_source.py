@@ -21,7 +21,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch.fx import Graph, Node
+from torch.fx import GraphModule, Node
 
 from autopar.mesh import Mesh
 from autopar.op_source import Imports, expression, step_sharding
@@ -86,26 +86,24 @@ def block_source(block: RankBlock, mesh: Mesh, paths: Sequence[str]) -> str:
     return _Writer(block, mesh, paths).module()
 
 
-def graph_source(graph: Graph, name: str, about: str) -> str:
+def graph_source(graph: GraphModule, name: str, about: str) -> str:
     """The module of a graph of inputs alone (a count of places in a batch)."""
-    block = RankBlock(
-        name, graph.owning_module, (), (), tuple(n.name for n in graph.nodes if n.op == "placeholder"), ()
-    )  # type: ignore[arg-type]
-    return _Writer(block, Mesh(()), (), graph=graph, about=about).module()
+    inputs = tuple(node.name for node in graph.graph.nodes if node.op == "placeholder")
+    return _Writer(RankBlock(name, graph, (), (), inputs, ()), Mesh(()), (), about=about).module()
 
 
 class _Writer:
-    def __init__(
-        self, block: RankBlock, mesh: Mesh, paths: Sequence[str], *, graph: Graph | None = None, about: str = ""
-    ) -> None:
+    def __init__(self, block: RankBlock, mesh: Mesh, paths: Sequence[str], about: str = "") -> None:
         self.block, self.mesh, self.paths, self.about = block, mesh, paths, about
-        self.nodes = list((graph or block.graph.graph).nodes)
+        self.nodes = list(block.graph.graph.nodes)
         self.axes = {axis for axis, size in mesh.axes if size > 1}
         self.imports = Imports(self.axes)
         self.names = Names({*mesh.names, *Imports.RESERVED})
         self.named: dict[Node, str] = {}
         self.forms = self._forms()
-        kinds = Counter(form.dtype for form in self.forms.values() if form.dtype.startswith(("float", "bfloat")))
+        kinds = Counter(
+            form.dtype for form in self.forms.values() if form.dtype.startswith(("float", "bfloat"))
+        )
         self.usual = kinds.most_common(1)[0][0] if kinds else ""
 
     # ---- what is known of the nodes ------------------------------------------------------------------------
@@ -158,7 +156,11 @@ class _Writer:
         body = list(self._body())
         function = identifier(self.block.name)
         options = [
-            *(f"    {axis}: str,  # the group of this axis's ranks" for axis in self.mesh.names if axis in self.imports.groups),
+            *(
+                f"    {axis}: str,  # the group of this axis's ranks"
+                for axis in self.mesh.names
+                if axis in self.imports.groups
+            ),
             *(["    device: torch.device,"] if self.imports.device else []),
         ]
         lines = [
@@ -177,8 +179,12 @@ class _Writer:
 
     def _title(self) -> str:
         if self.about:
-            return self.about
-        where = f"Called once per layer: {_short(self.paths)}." if self.paths else "What stands outside of the layers."
+            return plain(self.about)
+        where = (
+            f"Called once per layer: {_short(self.paths)}."
+            if self.paths
+            else "What stands outside of the layers."
+        )
         dtype = f"\nFloats are {self.usual} where nothing else is said." if self.usual else ""
         return (
             f"{self.block.name}: what one rank computes of it. {where}\n\n"
@@ -217,7 +223,7 @@ class _Writer:
             alive.append(node)
         output = next(node for node in self.nodes if node.op == "output")
         results = output.args[0] if isinstance(output.args[0], (tuple, list)) else (output.args[0],)
-        listed = ", ".join(self.named[each] for each in results)  # type: ignore[index]
+        listed = ", ".join(self.named[each] for each in results)
         yield f"    return ({listed},)" if len(results) == 1 else f"    return ({listed})"
 
     def _free(self, alive: list[Node], last: Mapping[Node, int], now: int) -> Iterator[str]:
@@ -248,8 +254,7 @@ class _Writer:
         if base in _NAMED_BY_MODULE and module and module not in self.paths:
             return module.rpartition(".")[2]
         if base == "getitem":
-            operand = node.args[0]
-            return f"{self.named.get(operand, 'item')}_{node.args[1]}"  # type: ignore[arg-type]
+            return f"{self.named[node.all_input_nodes[0]]}_{node.args[1]}"
         return base
 
 
@@ -268,5 +273,10 @@ def _line(source: Mapping[str, Any]) -> str:
     return ""
 
 
+def plain(text: str) -> str:
+    """A text that may stand in a docstring: names come from models and plans, and are not to become code."""
+    return re.sub(r"[^\w .,:;=()\[\]/<>+-]", "_", text)
+
+
 def _short(paths: Sequence[str]) -> str:
-    return paths[0] if len(paths) == 1 else f"{paths[0]} to {paths[-1]} ({len(paths)} of them)"
+    return plain(paths[0] if len(paths) == 1 else f"{paths[0]} to {paths[-1]} ({len(paths)} of them)")

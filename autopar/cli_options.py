@@ -73,6 +73,12 @@ PLANNING = ("cluster", "batch", "seq", "fix", "mesh", "micro_batches", "recomput
 TokenizerOption = Annotated[
     Path | None, typer.Option("--tokenizer", help="a folder with tokenizer.json (default: MODEL's)")
 ]
+LoraOption = Annotated[
+    str | None,
+    typer.Option(
+        "--lora", help="train adapters only: r=16,alpha=32,targets=q_proj,v_proj (or targets=all-linear)"
+    ),
+]
 JsonOption = Annotated[
     bool, typer.Option("--json", help="JSON on standard output, everything else on standard error")
 ]

@@ -16,6 +16,7 @@ from autopar.cli_options import (
     FixOption,
     ForbidOption,
     JsonOption,
+    LoraOption,
     MeshOption,
     MicroOption,
     ModelArgument,
@@ -60,16 +61,18 @@ def plan(
     dump: Annotated[
         Path | None, typer.Option("--dump", help="a folder that gets the program as text after every pass")
     ] = None,
+    lora: LoraOption = None,
     tokens: TokensOption = None,
     as_json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
     """Find the fastest plan for training MODEL on a cluster, and say why."""
     from autopar import api
+    from autopar.models.lora import Lora, with_lora
 
     with results(), progress(quiet) as tell:
         found = api.plan(
-            model,
+            model if lora is None else with_lora(model, Lora.parse(lora)),
             cluster,
             batch=batch,
             seq=seq,

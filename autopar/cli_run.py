@@ -16,6 +16,7 @@ from autopar.cli_options import (
     ClusterOption,
     FixOption,
     JsonOption,
+    LoraOption,
     MeshOption,
     MicroOption,
     ModelArgument,
@@ -103,6 +104,13 @@ def train(
             "--data", help="a folder of `autopar prepare`, a text file, or 'pydoc': Python's help texts"
         ),
     ] = "pydoc",
+    packing: Annotated[
+        str,
+        typer.Option(
+            "--packing", help="of prepared documents: cut, all in a row; whole, none split over two rows"
+        ),
+    ] = "cut",
+    lora: LoraOption = None,
     tokenizer: TokenizerOption = None,
     seed: Annotated[
         int, typer.Option("--seed", help="of the random weights and of the order of the data")
@@ -134,7 +142,10 @@ def train(
     ] = False,
     verify: Annotated[
         bool,
-        typer.Option("--verify/--no-verify", help="with --resume: compare the checksums of all files first"),
+        typer.Option(
+            "--verify/--no-verify",
+            help="compare checksums first: of data up to 4 GiB, and with --resume of the checkpoint",
+        ),
     ] = True,
     restarts: Annotated[
         int,
@@ -174,6 +185,7 @@ def train(
     Under torchrun (any launcher that sets WORLD_SIZE) this process is one rank; else the ranks are started here.
     """
     from autopar import api
+    from autopar.models.lora import Lora, with_lora
     from autopar.plans import Plan
     from autopar.runtime.checkpoint import check_target
     from autopar.runtime.groups import check_world
@@ -181,6 +193,7 @@ def train(
     from autopar.runtime.optimizers import OptimizerSettings, parse_group, parse_options
     from autopar.runtime.schedules import Schedule
     from autopar.training import TrainOptions, check_fresh, train_rank
+    from autopar.training_data import check_data
 
     settings = OptimizerSettings(
         optimizer,
@@ -200,6 +213,8 @@ def train(
         check_target(out)
         if not (resume or launched() or attempt()):
             check_fresh(out)
+    if verify and not launched():
+        check_data(data)
     if plan_file is None:
         if launched() and int(os.environ["WORLD_SIZE"]) > 1:
             raise UsageError(
@@ -208,7 +223,7 @@ def train(
             )
         with results(), progress(quiet) as tell:
             chosen = api.plan(
-                model,
+                model if lora is None else with_lora(model, Lora.parse(lora)),
                 cluster,
                 batch=batch,
                 seq=seq,
@@ -263,6 +278,8 @@ def train(
             metrics_port=metrics_port,
             live=live,
             profile=profile,
+            lora=lora,
+            packing=packing,
             as_json=as_json,
             quiet=quiet,
         )
@@ -308,28 +325,60 @@ def generate(
 
 @app.command()
 def export(
-    checkpoint: Annotated[Path, typer.Argument(help="a checkpoint, or a run's folder", metavar="CHECKPOINT")],
+    source: Annotated[
+        str,
+        typer.Argument(
+            help="hf, peft: a checkpoint, a run's or an adapter's folder; python: a model",
+            metavar="CHECKPOINT|MODEL",
+        ),
+    ],
     out: Annotated[Path, typer.Argument(help="the folder to write", metavar="OUT")],
-    form: Annotated[str, typer.Option("--format", help="hf: a folder that Transformers loads")] = "hf",
+    form: Annotated[
+        str,
+        typer.Option(
+            "--format",
+            help="hf: a folder that Transformers loads; peft: adapters; python: a planned model as source",
+        ),
+    ] = "hf",
     model: Annotated[
-        str | None, typer.Option("--model", help="what it is of (default: as the checkpoint says)")
+        str | None, typer.Option("--model", help="hf: what it is of (default: as the checkpoint says)")
     ] = None,
     dtype: Annotated[
-        str | None, typer.Option("--dtype", help="float32, bfloat16, float16 (default: as trained)")
+        str | None, typer.Option("--dtype", help="hf: float32, bfloat16, float16 (default: as trained)")
     ] = None,
     verify: Annotated[
-        bool, typer.Option("--verify/--no-verify", help="compare the checksums of all files first")
+        bool, typer.Option("--verify/--no-verify", help="hf: compare the checksums of all files first")
     ] = True,
+    plan_file: Annotated[Path | None, typer.Option("--plan", help="python: the plan of MODEL")] = None,
+    weights: Annotated[
+        bool, typer.Option("--weights/--no-weights", help="python: with the model's weights")
+    ] = True,
+    seed: Annotated[int, typer.Option("--seed", help="python: of random weights")] = 0,
     quiet: QuietOption = False,
 ) -> None:
-    """Write a checkpoint of `autopar train` as a model folder: whole tensors under Transformers' names."""
-    from autopar.export import export_checkpoint
+    """Write a checkpoint of `autopar train` as a model folder, or a planned model as Python source."""
+    from autopar.adapter import export as export_run
 
-    if form != "hf":
-        raise UsageError(f"there is no export format {form!r}", hint="--format hf")
+    if form not in ("hf", "peft", "python"):
+        raise UsageError(f"there is no export format {form!r}", hint="--format hf, peft or python")
+    if form == "python":
+        from autopar.export_python import export_planned
+
+        if plan_file is None or model is not None or dtype is not None:
+            raise UsageError(
+                "--format python takes a model and --plan, and neither --model nor --dtype",
+                hint="autopar plan MODEL ... -o plan.json, then export --format python MODEL --plan plan.json OUT",
+            )
+        with progress(quiet) as tell:
+            export_planned(source, plan_file, out, weights=weights, seed=seed, progress=tell)
+        if not quiet:
+            print(f"{out} written: torchrun {out}/train.py", file=sys.stderr)
+        return
+    if plan_file is not None or not weights:
+        raise UsageError("--plan and --no-weights are for --format python", hint="to leave them out")
     if dtype not in (None, "float32", "bfloat16", "float16"):
         raise UsageError(f"--dtype {dtype} is none of the formats", hint="float32, bfloat16 or float16")
-    chosen = export_checkpoint(checkpoint, out, model=model, verify=verify, dtype=dtype)
+    chosen = export_run(Path(source), out, form=form, model=model, verify=verify, dtype=dtype)
     if not quiet:
         print(f"{chosen} written to {out}", file=sys.stderr)
 

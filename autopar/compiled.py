@@ -86,8 +86,7 @@ class Compiled:
             return self
         stages = self.stages
         groups = join_mesh(self.plan.whole_mesh, timeout_s=timeout_s)
-        module = self._source.load() if self._source.load is not None else self._source.build()
-        model = self._on_ranks(groups, stages, state_of(module, self.rank_program.constants))
+        model = self._on_ranks(groups, stages, self.whole_state())
         if not any(layout.info.trainable for layout in self.rank_program.state.values()):
             raise ModelError(
                 "the model has no trainable parameter",
@@ -109,6 +108,11 @@ class Compiled:
             skips=Skips(skips),
         )
         return self
+
+    def whole_state(self) -> Mapping[str, Tensor]:
+        """The model's whole tensors by its own names, as training begins; without weights of its own, drawn now."""
+        module = self._source.load() if self._source.load is not None else self._source.build()
+        return state_of(module, self.rank_program.constants)
 
     def _optimizer(
         self,

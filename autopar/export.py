@@ -214,7 +214,7 @@ def _write_shard(
         opened: dict[str, Any] = {}
         for name in names:
             alias = aliases[name]
-            tensor = rest[name] if alias is None else _whole(place, index[alias], opened, stack)
+            tensor = rest[name] if alias is None else whole_tensor(place, index[alias], opened, stack)
             if wanted is not None and tensor.is_floating_point():
                 tensor = tensor.to(wanted)
             tensors[name] = tensor.contiguous()
@@ -222,7 +222,8 @@ def _write_shard(
     flush(file)
 
 
-def _whole(place: Path, stored: StoredTensor, opened: dict[str, Any], stack: ExitStack) -> Tensor:
+def whole_tensor(place: Path, stored: StoredTensor, opened: dict[str, Any], stack: ExitStack) -> Tensor:
+    """A tensor of a checkpoint, put together of its pieces; `opened`: files that `stack` will close."""
     whole = torch.empty(stored.shape, dtype=stored.dtype)
     for piece in stored.pieces:
         if piece.file not in opened:

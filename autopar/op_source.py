@@ -49,7 +49,19 @@ _PLAIN = frozenset({"other", "exponent", "size", "shape", "repeats", "dim0", "di
 class Imports:
     """What the text of a block needs: modules, groups of axes, the device."""
 
-    RESERVED = ("aten", "torch", "Tensor", "F", "device", "float", "tuple", "str", "slice", "ops", "collectives")
+    RESERVED = (
+        "aten",
+        "torch",
+        "Tensor",
+        "F",
+        "device",
+        "float",
+        "tuple",
+        "str",
+        "slice",
+        "ops",
+        "collectives",
+    )
 
     def __init__(self, axes: set[str]) -> None:
         self.axes = axes
@@ -98,21 +110,39 @@ def expression(node: Node, named: Mapping[Node, str], imports: Imports) -> str:
 def _op(node: Node, target: Any, write: _Values, imports: Imports) -> str:
     args = node.args
     first = args[0] if args else None
-    if target in _INFIX and len(args) == 2 and not node.kwargs and isinstance(first, Node):
-        if isinstance(args[1], (Node, int, float)) and not isinstance(args[1], bool):
-            return f"{write(first)} {_INFIX[target]} {write(args[1])}"
+    if (
+        target in _INFIX
+        and len(args) == 2
+        and not node.kwargs
+        and isinstance(first, Node)
+        and _operand(args[1])
+    ):
+        return f"{write(first)} {_INFIX[target]} {write(args[1])}"
     if target is aten.neg.default:
         return f"-{write(first)}"
-    arguments = [(argument.name, value) for argument, value in zip(target._schema.arguments, args, strict=False)]
+    arguments = [
+        (argument.name, value) for argument, value in zip(target._schema.arguments, args, strict=False)
+    ]
     arguments = _without_defaults(target, arguments)
     keywords = {key: value for key, value in node.kwargs.items() if not _is_default(target, key, value)}
     if target in _METHODS and isinstance(first, Node):
-        rest = [write(value) for _, value in arguments[1:]] + [f"{key}={write(value)}" for key, value in keywords.items()]
+        rest = [write(value) for _, value in arguments[1:]] + [
+            f"{key}={write(value)}" for key, value in keywords.items()
+        ]
         return f"{write(first)}.{target._schema.name.partition('::')[2]}({', '.join(rest)})"
-    text = ", ".join([*write.arguments(arguments), *(f"{key}={write.option(key, value)}" for key, value in keywords.items())])
+    text = ", ".join(
+        [
+            *write.arguments(arguments),
+            *(f"{key}={write.option(key, value)}" for key, value in keywords.items()),
+        ]
+    )
     if target in _FUNCTIONAL:
         return f"{imports.use('F')}.{_FUNCTIONAL[target]}({text})"
     return f"{_op_name(target, imports)}({text})"
+
+
+def _operand(value: object) -> bool:
+    return isinstance(value, (Node, int, float)) and not isinstance(value, bool)
 
 
 def _op_name(target: Any, imports: Imports) -> str:
@@ -164,7 +194,7 @@ def _function(node: Node, target: Callable[..., Any], write: _Values, imports: I
     signature = inspect.signature(target) if inspect.isfunction(target) else None
     if signature is not None:
         kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD,)
-        parameters = [each for each in signature.parameters.values()]
+        parameters = list(signature.parameters.values())
         if all(each.kind in kinds for each in parameters[: len(node.args)]):
             arguments = [(each.name, value) for each, value in zip(parameters, node.args, strict=False)]
     keywords = [f"{key}={write.option(key, value)}" for key, value in node.kwargs.items()]

@@ -21,10 +21,13 @@ from typing import Any
 import torch
 
 from autopar import api
+from autopar.adapter import check_base, export_at_end, note_of
 from autopar.cluster import Cluster
 from autopar.compiled import Compiled
+from autopar.data import Ahead
 from autopar.errors import PlanError, UsageError
 from autopar.export import CONFIG, export_model, tokenizer_files
+from autopar.models.lora import Lora, with_lora
 from autopar.models.model_source import ModelSource
 from autopar.models.source import find_model
 from autopar.plans import Plan
@@ -56,7 +59,7 @@ MODEL_FOLDER = "model"
 class TrainOptions:
     """Options of `autopar train` that are not the plan's. `steps`: the step to train up to; `max_norm` 0: gradients are
     not clipped; `save_every`, `keep`, `async_save`, `mtbf_hours`: as in SavePolicy; `verify`: checkpoints' checksums when
-    resuming; `export`: a model folder at the end."""
+    resuming; `export`: a model folder at the end; `lora`: as `Lora.parse` reads it; `packing`: as in Stream."""
 
     steps: int
     optimizer: OptimizerSettings
@@ -82,6 +85,8 @@ class TrainOptions:
     metrics_port: int | None = None
     live: bool = False
     profile: str | None = None
+    lora: str | None = None
+    packing: str = "cut"
 
 
 def train_rank(model: str, plan: Plan, options: TrainOptions, tell_result: Callable[[str], None]) -> int:
@@ -91,9 +96,16 @@ def train_rank(model: str, plan: Plan, options: TrainOptions, tell_result: Calla
     """
     if options.profile is not None:
         parse_steps(options.profile)
-    source = find_model(model)
+    base = find_model(model)
+    lora = Lora.parse(options.lora, seed=options.seed) if options.lora is not None else None
+    source = base if lora is None else with_lora(base, lora)
     batch_of = batches(
-        source, plan, data=options.data, tokenizer=options.tokenizer, seed=options.seed
+        source,
+        plan,
+        data=options.data,
+        tokenizer=options.tokenizer,
+        seed=options.seed,
+        packing=options.packing,
     )  # before the model is built: what is wrong with the data is told at once
     torch.manual_seed(options.seed)  # every rank builds the same random weights, where a model has no others
     run = api.compile(source, plan=plan, compiled=options.compiled)
@@ -105,8 +117,9 @@ def train_rank(model: str, plan: Plan, options: TrainOptions, tell_result: Calla
         timeout_s=options.timeout_s,
     )
     try:
-        return _Training(source, plan, options, run, batch_of, tell_result).train()
+        return _Training(source, plan, options, run, batch_of, tell_result, base, lora).train()
     finally:
+        batch_of.close()
         leave()
 
 
@@ -122,7 +135,7 @@ def check_fresh(out: Path) -> None:
 
 
 class _Training:
-    """A run on one rank. `position`: sequences seen so far."""
+    """A run on one rank. `position`: sequences seen so far. `note`: of a LoRA run's base and adapters."""
 
     def __init__(
         self,
@@ -130,14 +143,23 @@ class _Training:
         plan: Plan,
         options: TrainOptions,
         run: Compiled,
-        batch_of: Callable[[int, int], dict[str, Any]],
+        batch_of: Ahead,
         tell_result: Callable[[str], None],
+        base: ModelSource,
+        lora: Lora | None,
     ) -> None:
         self.source, self.plan, self.options, self.run = source, plan, options, run
         self.batch_of, self.tell_result = batch_of, tell_result
         self.trainer = run.trainer
         self.first = self.trainer.groups.rank == 0
         self.position = 0
+        self.base, self.lora = base, lora
+        self.note: dict[str, Any] = {}
+        if lora is not None and options.out is not None:
+            self.note = {
+                **first_only(lambda: note_of(base, lora)),
+                "base_source": str(base.path or base.name),
+            }
 
     def say(self, text: str) -> None:
         if self.first and not self.options.quiet:
@@ -180,6 +202,7 @@ class _Training:
             self.say(f"there is no checkpoint in {out} yet: starting at step 0")
             return bool(again)
         self._check_model(read_about(chosen), chosen)
+        check_base(read_about(chosen), self.note, chosen)
         about = load_checkpoint(chosen, self.trainer, verify=False, extra=self._averages())
         self.position = int(about.get("sequences", self.trainer.step_count * self.plan.data.batch))
         if about.get("seed", self.options.seed) != self.options.seed:
@@ -220,8 +243,9 @@ class _Training:
         if hasattr(config, "to_json_string"):
             files[CONFIG] = config.to_json_string(use_diff=False)
         saver = Saver(
-            self.trainer, out, policy, about=self._about, files=files, extra=self._averages, say=self.say
-        )
+            self.trainer, out, policy, about=self._about, files=files, extra=self._averages,
+            trained_only=self.lora is not None, say=self.say,
+        )  # fmt: skip
         if self.first:
             self.plan.save(out / "plan.json")
         return saver
@@ -242,6 +266,7 @@ class _Training:
             "sequences": self.position,
             "source": None if path is None else str(path.absolute()),
             "time": time.time(),
+            **self.note,
         }
 
     def _monitor(self, resumed: bool) -> Monitor:
@@ -264,7 +289,7 @@ class _Training:
             began = time.perf_counter()
             with monitor.step(), profiler.step(self.trainer.step_count + 1):
                 with monitor.doing("data"):
-                    batch = self.batch_of(self.trainer.step_count, self.position)
+                    batch = self.batch_of.get(self.trainer.step_count, self.position)
                 with monitor.doing("compute"):
                     result = self.run.train_step(batch)
                 monitor.result(result)
@@ -313,6 +338,10 @@ class _Training:
 
     def _export(self, checkpoint: Path, target: Path, *, replace: bool = True) -> None:
         if not self.options.export or not hasattr(self.source.config, "to_json_string"):
+            return
+        if self.lora is not None:
+            if export_at_end(checkpoint, target, self.base, self.lora, replace=replace):
+                self.say(f"adapter written to {target}")
             return
         if first_only(target.exists) and not replace:
             return

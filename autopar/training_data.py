@@ -12,16 +12,27 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from autopar.data import Stream, TokenStore
+from autopar.data import Ahead, Stream, TokenStore
 from autopar.data.prepare import tokenizer_fingerprint
+from autopar.data.store import is_store
 from autopar.errors import UsageError
 from autopar.models.model_source import ModelSource
 from autopar.models.text import batch_at, pydoc_tokens, text_file_tokens
 from autopar.plans import Plan
 
+VERIFIED_BYTES = 4 << 30  # of prepared tokens, whose checksums are compared before a run
+
 
 def batches(
-    source: ModelSource, plan: Plan, *, data: str, tokenizer: Path | None, seed: int
+    source: ModelSource, plan: Plan, *, data: str, tokenizer: Path | None, seed: int, packing: str = "cut"
+) -> Ahead:
+    """Whole batches by step and position, made ahead in a thread; to be closed. As `batch_function`."""
+    make = batch_function(source, plan, data=data, tokenizer=tokenizer, seed=seed, packing=packing)
+    return Ahead(make, batch=plan.data.batch)
+
+
+def batch_function(
+    source: ModelSource, plan: Plan, *, data: str, tokenizer: Path | None, seed: int, packing: str = "cut"
 ) -> Callable[[int, int], dict[str, Tensor]]:
     """(step, position) -> whole batch: text for language models, the source's example (the same each step) for others.
     `position`: how many sequences the run has seen before; prepared tokens go on from there, whatever the batch size
@@ -42,8 +53,12 @@ def batches(
     vocabulary = int(getattr(source.config, "vocab_size", 256))
     folder = tokenizer or source.path
     if Path(data).is_dir():
-        stream = _prepared(Path(data), plan, folder, vocabulary, seed)
+        stream = _prepared(Path(data), plan, folder, vocabulary, seed, packing)
         return lambda step, position: stream.at(position)
+    if packing != "cut":
+        raise UsageError(
+            f"--packing {packing} is for prepared documents; {data} is one text", hint="autopar prepare"
+        )
     if folder is not None and folder.is_dir():
         tokens = pydoc_tokens(folder) if data == "pydoc" else text_file_tokens(Path(data), folder)
         if len(tokens) and int(tokens.max()) >= vocabulary:
@@ -66,7 +81,16 @@ def batches(
     return lambda step, position: batch_at(tokens, batch, seq, seed=seed, step=step)
 
 
-def _prepared(data: Path, plan: Plan, tokenizer: Path | None, vocabulary: int, seed: int) -> Stream:
+def check_data(data: str) -> None:
+    """Compare the checksums of a prepared folder's shards, up to VERIFIED_BYTES of them (some seconds). Raises UsageError
+    that names the one that is not as it was written."""
+    if data != "pydoc" and is_store(Path(data)):
+        TokenStore(data).verify(most_bytes=VERIFIED_BYTES)
+
+
+def _prepared(
+    data: Path, plan: Plan, tokenizer: Path | None, vocabulary: int, seed: int, packing: str
+) -> Stream:
     """A folder that `autopar prepare` wrote, if its tokens are those of this model."""
     store = TokenStore(data)
     if tokenizer is not None and tokenizer.is_dir() and tokenizer_fingerprint(tokenizer) != store.tokenizer:
@@ -81,7 +105,7 @@ def _prepared(data: Path, plan: Plan, tokenizer: Path | None, vocabulary: int, s
             where=str(data),
             hint="the tokenizer that belongs to the model",
         )
-    return Stream(store, batch=plan.data.batch, seq=plan.data.seq, seed=seed)
+    return Stream(store, batch=plan.data.batch, seq=plan.data.seq, seed=seed, packing=packing)
 
 
 def _pydoc_text() -> bytes:

@@ -3,7 +3,8 @@
     train_worker.py '{"model": "tiny", "contenders": ["ours/dp=2", "ddp"], "rows": 4, "length": 32, "rounds": 3,
                       "precision": "fp32"}'
 
-In turns means step by step: A B A B ... . Every step starts after a barrier. Memory is this process's high-water mark of
+In turns means step by step: A B A B ... . Every step starts after a barrier. `seconds` is by the clock; `cpu_seconds` is
+what this process computed, its threads together, which other work on the machine disturbs less. Memory is this process's high-water mark of
 resident memory (VmHWM, reset through /proc/self/clear_refs after set-up, when freed memory has been given back to the
 system), and what was resident before the model was built.
 """
@@ -56,19 +57,21 @@ def measure(case: dict[str, Any]) -> dict[str, Any]:
     settle()
     after = resident_mb()
     seconds: dict[str, list[float]] = {contender: [] for contender in steps}
+    busy: dict[str, list[float]] = {contender: [] for contender in steps}
     losses: dict[str, list[float]] = {contender: [] for contender in steps}
     for number in range(case["rounds"] + 1):
         batch = batch_of(name, rows, length, number)
         for contender, step in steps.items():
             dist.barrier()
-            start = time.perf_counter()
+            start, start_busy = time.perf_counter(), time.process_time()
             loss = step(batch)
-            taken = time.perf_counter() - start
+            taken, taken_busy = time.perf_counter() - start, time.process_time() - start_busy
             losses[contender].append(loss)
             if number:  # the first is to warm up
                 seconds[contender].append(taken)
+                busy[contender].append(taken_busy)
     return {
-        "seconds": seconds, "losses": losses, "setup_s": setup, "before_mb": before, "after_setup_mb": after,
+        "seconds": seconds, "cpu_seconds": busy, "losses": losses, "setup_s": setup, "before_mb": before, "after_setup_mb": after,
         "peak_mb": resident_mb("VmHWM"),
     }  # fmt: skip
 

@@ -52,6 +52,7 @@ from autopar.runtime.trainer import Trainer
 
 FORMAT = 2
 TRAINING = "training.json"
+TRAINED_ONLY = "trained_only"  # in training.json: frozen parameters are not in the checkpoint
 _STEP = re.compile(r"step-(\d{8,})(\.replaced)?")
 _T = TypeVar("_T")
 
@@ -173,13 +174,17 @@ def prepare_save(
     about: Mapping[str, Any],
     files: Mapping[str, str] | None = None,
     extra: Extra | None = None,
+    trained_only: bool = False,
 ) -> Save:
     """What `save_checkpoint` writes. All ranks must call it."""
-    text = json.dumps({"format": FORMAT, "step": trainer.step_count, **about}, indent=1)
+    marks: dict[str, Any] = {"format": FORMAT, "step": trainer.step_count}
+    if trained_only:
+        marks[TRAINED_ONLY] = True
+    text = json.dumps({**marks, **about}, indent=1)
 
     def make() -> Save:
         target = step_folder(folder, trainer.step_count)
-        shares = held(trainer, extra)
+        shares = held(trainer, extra, trained_only=trained_only)
         return Save(target, shares, SavePlanner(shares), Writer(target, {TRAINING: text, **(files or {})}))
 
     return together(make)
@@ -192,15 +197,17 @@ def save_checkpoint(
     about: Mapping[str, Any],
     files: Mapping[str, str] | None = None,
     extra: Extra | None = None,
+    trained_only: bool = False,
     group: ProcessGroup | None = None,
 ) -> Path:
     """Write `folder/step-N` and wait for it. `about` goes into training.json, `files` (name -> text) beside it.
+    `trained_only`: without frozen parameters, which whoever loads it must have from elsewhere.
 
     Raises TrainingError on every rank where it cannot be written; what was there before is as it was.
     """
     with peer_errors(f"saving step {trainer.step_count}"):
         first_only(lambda: check_target(folder))
-        save = prepare_save(folder, trainer, about=about, files=files, extra=extra)
+        save = prepare_save(folder, trainer, about=about, files=files, extra=extra, trained_only=trained_only)
         with _quiet_alone(), translated(save.folder):
             write(
                 save.state,
@@ -229,7 +236,8 @@ def load_checkpoint(
         if verify:
             check_files(chosen)
         place, index = together(lambda: read_checkpoint_index(chosen), chosen)
-        plan = together(lambda: wanted(trainer, index, extra), chosen)
+        part = bool(about.get(TRAINED_ONLY, False))
+        plan = together(lambda: wanted(trainer, index, extra, trained_only=part), chosen)
         _read(place, index, plan)
         for item in plan:
             item.put()

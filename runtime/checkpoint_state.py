@@ -84,16 +84,19 @@ class Share:
 # ---- what a rank has ---------------------------------------------------------------------------------------------
 
 
-def held(trainer: Trainer, extra: Extra | None = None) -> dict[str, Share]:
-    """This rank's shares of all that a checkpoint holds; views of the run's own tensors where they are on the host."""
+def held(trainer: Trainer, extra: Extra | None = None, *, trained_only: bool = False) -> dict[str, Share]:
+    """This rank's shares of all that a checkpoint holds; views of the run's own tensors where they are on the host.
+    `trained_only`: without frozen parameters, which a run has from its base."""
     found: dict[str, Share] = {}
-    for share in (*_of_model(trainer.store, extra or {}), *_of_optimizer(trainer)):
+    for share in (*_of_model(trainer.store, extra or {}, trained_only), *_of_optimizer(trainer)):
         found.setdefault(share.key, share)
     return found
 
 
-def _of_model(store: ParameterStore, extra: Extra) -> Iterator[Share]:
+def _of_model(store: ParameterStore, extra: Extra, trained_only: bool) -> Iterator[Share]:
     for name, entry in store.entries.items():
+        if trained_only and not entry.parameter.requires_grad:
+            continue
         yield from _share(MODEL, store.region(name), entry.parameter)
         for kind, tensors in extra.items():
             if name in tensors:
@@ -213,11 +216,16 @@ class Wanted:
     put: Callable[[], None]
 
 
-def wanted(trainer: Trainer, index: Index, extra: Extra | None = None) -> list[Wanted]:
-    """What this rank reads of a checkpoint. Raises TrainingError where the checkpoint is not of this model."""
+def wanted(
+    trainer: Trainer, index: Index, extra: Extra | None = None, *, trained_only: bool = False
+) -> list[Wanted]:
+    """What this rank reads of a checkpoint, which has frozen parameters unless `trained_only`. Raises TrainingError
+    where the checkpoint is not of this model."""
     store = trainer.store
     found = [
-        _into(MODEL, store.region(name), entry.parameter, index) for name, entry in store.entries.items()
+        _into(MODEL, store.region(name), entry.parameter, index)
+        for name, entry in store.entries.items()
+        if not trained_only or entry.parameter.requires_grad
     ]
     found += [_into(MODEL, store.buffer_region(name), store.buffers[name], index) for name in _buffers(store)]
     kinds = {name.partition("/")[0] for name in index}

@@ -195,7 +195,8 @@ def _join(backend: str, timeout: timedelta) -> None:
         return
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    store = dist.PrefixStore(f"attempt {again}", dist.TCPStore(host, port, ranks, False, timeout))
+    meeting = dist.TCPStore(host, port, ranks, False, timeout)  # type: ignore[attr-defined]
+    store = dist.PrefixStore(f"attempt {again}", meeting)  # type: ignore[attr-defined]
     dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=ranks)
 
 

@@ -171,7 +171,7 @@ def bind(block: RankBlock, groups: Groups) -> GraphModule:
     for node in block.graph.graph.nodes:
         copied = fresh.node_copy(node, mapping.__getitem__)
         if node.op == "call_function":
-            if _names_groups(node.target):
+            if _names_groups(node.target) or node.meta.get("groups"):  # the latter: a whole block, as source
                 copied.args = tuple(bound(argument) for argument in copied.args)
                 copied.kwargs = {key: bound(argument) for key, argument in copied.kwargs.items()}
             if "device" in copied.kwargs:

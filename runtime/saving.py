@@ -108,6 +108,7 @@ class Saver:
     """Saves a run into `folder`. All ranks make one and call the same methods.
 
     `about`: what goes into training.json. `files`: name -> text beside it. `extra`: more tensors of the run.
+    `trained_only`: without frozen parameters.
     """
 
     def __init__(
@@ -119,10 +120,12 @@ class Saver:
         about: Callable[[], Mapping[str, Any]],
         files: Mapping[str, str] | None = None,
         extra: Callable[[], Extra] = dict,
+        trained_only: bool = False,
         say: Callable[[str], None] = lambda text: None,
     ) -> None:
         self.trainer, self.folder, self.policy = trainer, folder, policy
         self.about, self.files, self.extra, self.say = about, files or {}, extra, say
+        self.trained_only = trained_only
         self.times = SaveTimes()
         self.first = trainer.groups.rank == 0
         self.last_saved = -1
@@ -187,8 +190,10 @@ class Saver:
 
     def _bytes(self) -> int:
         """About what this rank's shares take: parameters and two moments, as AdamW has, before the first step."""
-        sizes = [entry.parameter.nbytes for entry in self.trainer.store.entries.values()]
-        return 3 * sum(sizes)
+        parameters = [entry.parameter for entry in self.trainer.store.entries.values()]
+        trained = sum(parameter.nbytes for parameter in parameters if parameter.requires_grad)
+        frozen = sum(parameter.nbytes for parameter in parameters) - trained
+        return 3 * trained + (0 if self.trained_only else frozen)
 
     def _tell_interval(self) -> None:
         if self.policy.every is not None:
@@ -222,6 +227,7 @@ class Saver:
                 about=self.about(),
                 files=self.files,
                 extra=self.extra(),
+                trained_only=self.trained_only,
                 group=self._writing,
             )
             self.last_saved = step
@@ -229,7 +235,12 @@ class Saver:
         else:
             first_only(lambda: check_target(self.folder))
             save = prepare_save(
-                self.folder, self.trainer, about=self.about(), files=self.files, extra=self.extra()
+                self.folder,
+                self.trainer,
+                about=self.about(),
+                files=self.files,
+                extra=self.extra(),
+                trained_only=self.trained_only,
             )
             self._start(save)
             self.last_saved = step

@@ -111,6 +111,12 @@ def _conversation(
     """The template is applied to every prefix: what the assistant's turn adds to the one before, after the header that
     opens its turn, is trained on. That needs no mark in the template, which few have."""
     messages = list(document.messages)
+    if not getattr(words, "chat_template", None):
+        raise UsageError(
+            "the tokenizer has no chat template to write a conversation with",
+            where=document.where,
+            hint="the tokenizer of the model that was tuned for chats (a chat_template.jinja in its folder), or text",
+        )
     trained: list[bool] = []
     ids: list[int] = []
     try:

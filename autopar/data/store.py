@@ -1,4 +1,4 @@
-"""The token store: a folder of tokens, documents and what they were made with, read by memory mapping.
+"""The token store: a folder of tokens, documents and what they were made with, read by position.
 
     about.json           format, vocabulary, the tokenizer's fingerprint, shards with their counts and checksums
     00000.tokens.npy     uint16 or uint32 [tokens of the shard]
@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ from autopar.errors import UsageError
 
 FORMAT = 1
 ABOUT = "about.json"
+_AGAIN = "to prepare the data again"
 
 
 class TokenStore:
@@ -35,67 +38,99 @@ class TokenStore:
         self.about = _read_about(self.folder)
         self.vocabulary = int(self.about["vocabulary"])
         self.tokenizer = str(self.about["tokenizer"])
-        self._tokens: list[NDArray[Any]] = []
-        self._trained: list[NDArray[np.bool_] | None] = []
+        self._tokens: list[_Array] = []
+        self._trained: list[_Array | None] = []
         starts: list[NDArray[np.int64]] = []
         first = 0
         for number, shard in enumerate(self.about["shards"]):
             tokens = self._open(number, "tokens", int(shard["tokens"]))
             begins = self._open(number, "starts", int(shard["documents"]) + 1)
             self._tokens.append(tokens)
-            self._trained.append(self._open(number, "trained", len(tokens)) if shard["masked"] else None)
-            starts.append(np.asarray(begins[:-1], dtype=np.int64) + first)
-            first += len(tokens)
+            self._trained.append(self._open(number, "trained", tokens.length) if shard["masked"] else None)
+            starts.append(begins.read(0, begins.length)[:-1].astype(np.int64) + first)
+            first += tokens.length
         self.tokens = first
         self.starts: NDArray[np.int64] = np.concatenate([*starts, np.array([first], dtype=np.int64)])
-        self._firsts = np.cumsum([0, *(len(tokens) for tokens in self._tokens)])
+        self._firsts = np.cumsum([0, *(tokens.length for tokens in self._tokens)])
 
     @property
     def documents(self) -> int:
         return len(self.starts) - 1
 
     def read(self, first: int, count: int) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-        """Tokens `first` to `first + count - 1` of all shards in a row, and which of them are trained on."""
+        """Tokens `first` to `first + count - 1` of all shards in a row, and which of them are trained on.
+
+        Raises UsageError for a shard that is gone or shorter than it was."""
         pieces, trained = [], []
         shard = int(np.searchsorted(self._firsts, first, side="right")) - 1
         while count > 0:
             inside = first - int(self._firsts[shard])
-            here = min(count, len(self._tokens[shard]) - inside)
-            pieces.append(np.asarray(self._tokens[shard][inside : inside + here], dtype=np.int64))
+            here = min(count, self._tokens[shard].length - inside)
+            pieces.append(self._tokens[shard].read(inside, here).astype(np.int64))
             mask = self._trained[shard]
-            trained.append(
-                np.ones(here, dtype=bool) if mask is None else np.asarray(mask[inside : inside + here])
-            )
+            trained.append(np.ones(here, dtype=bool) if mask is None else mask.read(inside, here))
             first, count, shard = first + here, count - here, shard + 1
         return np.concatenate(pieces), np.concatenate(trained)
 
-    def verify(self) -> None:
-        """Read everything and compare checksums. Raises UsageError that names the file that differs."""
+    def verify(self, *, most_bytes: int | None = None) -> None:
+        """Read all shards, or the first `most_bytes`, and compare checksums. Raises UsageError that names the file that
+        differs."""
+        left = most_bytes if most_bytes is not None else math.inf
         for number, shard in enumerate(self.about["shards"]):
             for kind, expected in shard["sha256"].items():
                 file = self.folder / file_name(number, kind)
+                left -= file.stat().st_size
+                if left < 0:
+                    return
                 if checksum(file) != expected:
                     raise UsageError(
                         "the file is not the one that was written (its checksum differs)",
                         where=str(file),
-                        hint="to prepare the data again",
+                        hint=_AGAIN,
                     )
 
-    def _open(self, number: int, kind: str, length: int) -> NDArray[Any]:
+    def _open(self, number: int, kind: str, length: int) -> _Array:
         file = self.folder / file_name(number, kind)
         try:
-            found: NDArray[Any] = np.load(file, mmap_mode="r", allow_pickle=False)
+            found: Any = np.load(file, mmap_mode="r", allow_pickle=False)
         except (OSError, ValueError, EOFError) as error:
-            raise UsageError(
-                f"the shard cannot be read: {error}", where=str(file), hint="to prepare the data again"
-            ) from error
+            raise UsageError(f"the shard cannot be read: {error}", where=str(file), hint=_AGAIN) from error
         if found.shape != (length,):
             raise UsageError(
                 f"the shard has {found.shape[0] if found.ndim else 0} entries, {ABOUT} says {length}",
                 where=str(file),
                 hint="to prepare the data again: the file is cut short or of another run",
             )
-        return found
+        return _Array(file, found.offset, length, found.dtype)
+
+
+@dataclass(frozen=True)
+class _Array:
+    """A file's array, read by position: unlike a mapped file, one that is cut short meanwhile is an error, not a signal
+    that ends the process."""
+
+    file: Path
+    offset: int
+    length: int
+    dtype: np.dtype[Any]
+
+    def read(self, first: int, count: int) -> NDArray[Any]:
+        wanted = count * self.dtype.itemsize
+        try:
+            with self.file.open("rb", buffering=0) as opened:
+                opened.seek(self.offset + first * self.dtype.itemsize)
+                found = opened.read(wanted)
+        except OSError as error:
+            raise UsageError(
+                f"the shard cannot be read: {error.strerror}", where=str(self.file), hint=_AGAIN
+            ) from error
+        if len(found) != wanted:
+            raise UsageError(
+                f"the shard ends before its entry {first + count}: it is shorter than it was",
+                where=str(self.file),
+                hint=_AGAIN,
+            )
+        return np.frombuffer(found, dtype=self.dtype)
 
 
 def file_name(number: int, kind: str) -> str:

@@ -11,31 +11,20 @@ The state of a stream is one integer: the number of samples consumed. Slot i of 
 from __future__ import annotations
 
 import itertools
-import queue
-import threading
-import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from autopar.data.ahead import Ahead, Waited
 from autopar.data.order import Order
 from autopar.data.store import TokenStore
 from autopar.errors import UsageError
 
 IGNORED = -100  # a label that does not count, as torch's cross-entropy has it
 PACKINGS = ("cut", "whole")
-
-
-@dataclass
-class Waited:
-    """Seconds the training loop waited for the last batch, and for all of them."""
-
-    last_s: float = 0.0
-    total_s: float = 0.0
 
 
 class Stream:
@@ -90,40 +79,9 @@ class Stream:
 
         An error of the background thread (a shard that vanished) is raised here.
         """
-        ready: queue.Queue[dict[str, Tensor] | BaseException] = queue.Queue(ahead)
-        stop = threading.Event()
-
-        def make() -> None:
-            at = position
-            while not stop.is_set():
-                try:
-                    item: dict[str, Tensor] | BaseException = self.at(at)
-                except BaseException as error:
-                    item = error
-                while not stop.is_set():
-                    try:
-                        ready.put(item, timeout=0.1)
-                        break
-                    except queue.Full:
-                        continue
-                if isinstance(item, BaseException):
-                    return
-                at += self.batch
-
-        worker = threading.Thread(target=make, name="autopar data", daemon=True)
-        worker.start()
-        try:
-            while True:
-                began = time.perf_counter()
-                item = ready.get()
-                self.waited.last_s = time.perf_counter() - began
-                self.waited.total_s += self.waited.last_s
-                if isinstance(item, BaseException):
-                    raise item
-                yield item
-        finally:
-            stop.set()
-            worker.join(timeout=5)
+        with Ahead(lambda step, at: self.at(at), batch=self.batch, depth=ahead, waited=self.waited) as reader:
+            for step in itertools.count():
+                yield reader.get(step, position + step * self.batch)
 
     # ---- rows ----------------------------------------------------------------------------------------------
 

@@ -230,8 +230,6 @@ def test_a_pattern_may_be_meant_for_another_stage() -> None:
 @pytest.mark.parametrize(
     ("settings", "what"),
     [
-        (OptimizerSettings("adam-w"), "no optimizer 'adam-w'"),
-        (OptimizerSettings("LBFGS"), "'LBFGS' on shares"),
         (OptimizerSettings("sgd", options={"betas": (0.9, 0.9)}), "sgd has no setting 'betas'"),
         (OptimizerSettings("rprop", weight_decay=0.1), "rprop has no setting 'weight_decay'"),
         (OptimizerSettings("adamw", lr=-1.0), "refuses its settings"),
@@ -242,6 +240,14 @@ def test_a_pattern_may_be_meant_for_another_stage() -> None:
 def test_bad_settings(settings: OptimizerSettings, what: str) -> None:
     with pytest.raises(UsageError, match=what):
         one_rank(settings)
+
+
+@pytest.mark.parametrize(
+    ("name", "what"), [("adam-w", "no optimizer 'adam-w'"), ("LBFGS", "'LBFGS' on shares")]
+)
+def test_unknown_optimizers(name: str, what: str) -> None:
+    with pytest.raises(UsageError, match=what):
+        OptimizerSettings(name)
 
 
 def test_a_stage_with_nothing_to_train() -> None:

@@ -37,7 +37,11 @@ def start(kind: str, mesh: str, **options: object) -> api.Compiled:
     # The planner would rather repeat so small a model than split it over tp.
     fix = ("heads=tp", "ffn=tp", "vocab=tp") if mesh.startswith("tp") else ()
     run = api.compile(model, "cpu:2", batch, mesh=mesh, fix=fix, **options)  # type: ignore[arg-type]
-    return run.start(lr=LR, weight_decay=0.1, max_norm=MAX_NORM, timeout_s=60)
+    return run.start(
+        optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=LR, weight_decay=0.1),  # also of norms
+        max_norm=MAX_NORM,
+        timeout_s=60,
+    )
 
 
 def main(kind: str, first: str, second: str, folder: str) -> None:
