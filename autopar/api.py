@@ -84,7 +84,7 @@ def plan(
                    `heads=tp`, `model.layers.*.mlp.up_proj.weight=[_@tp, _]`
     mesh           sizes to use instead of searching: `dp=2,fsdp=1,tp=2`
     micro_batches, recompute, precision (default fp32 on cpu, else bf16; `bf16|fp8` lets the planner choose)
-    space          "runtime": what this version's runtime runs (data, fsdp and tensor parallel); "all": every layout
+    space          "runtime": data, fsdp, expert and tensor parallel in one stage, by the finer cost model; "all": every layout
                    (pipeline, context and expert parallel, ZeRO 1-2, schedules, ...); default runtime on cpu, else all
     objective      "time", "memory" for the leanest plan, or "robust" for the least regret if the cost model's
                    constants are off (space "all")

@@ -43,7 +43,7 @@ ForbidOption = Annotated[
 SpaceOption = Annotated[
     str | None,
     typer.Option(
-        "--space", help="runtime: data, fsdp, tensor parallel; all: every layout (default: runtime on cpu)"
+        "--space", help="runtime: data, fsdp, experts, tensor; all: every layout (default: runtime on cpu)"
     ),
 ]
 MeshOption = Annotated[

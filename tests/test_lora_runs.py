@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import shutil
 import subprocess
 import sys
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import pytest
@@ -13,10 +16,13 @@ import torch
 from safetensors.torch import load_file
 
 from autopar.adapter import base_digest, merge
+from autopar.cli import main
+from autopar.data import prepare
 from autopar.errors import AutoparError, ModelError, UsageError
 from autopar.models.source import find_model
 from autopar.runtime.checkpoint import newest, read_about, read_checkpoint_index
 from tests.tiny import MODELS
+from tests.words import save_tokenizer
 
 pytest.importorskip("peft")
 LORA = "r=4,alpha=8,targets=q_proj,o_proj"
@@ -24,22 +30,49 @@ LORA = "r=4,alpha=8,targets=q_proj,o_proj"
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("base")
+    """A model folder with a tokenizer, and beside it conversations, prepared."""
+    folder = tmp_path_factory.mktemp("base") / "model"
     torch.manual_seed(0)
     MODELS["llama"]().save_pretrained(folder)  # type: ignore[operator]
+    save_tokenizer(folder, words=80)
+    talk = [{"role": "user", "content": " w1 w2 "}, {"role": "assistant", "content": " w3 w4 w5 "}]
+    source = folder.parent / "talks.jsonl"
+    source.write_text(f"{json.dumps({'messages': talk})}\n" * 12)
+    prepare([source], tokenizer=folder, out=folder.parent / "tokens")
     return folder
 
 
 def train(base: Path, out: Path, *more: str, cluster: str = "cpu:1") -> list[dict[str, float]]:
-    """The lines of a run; raises AssertionError with what it said if it failed."""
-    command = [
-        sys.executable, "-m", "autopar", "train", str(base), "-c", cluster, "--batch", "4", "--seq", "16", "--lr", "0.01",
-        "--lora", LORA, "--json", "-q", "--out", str(out), "--timeout", "60", *more,
+    """The lines of a run, of one process in this one; raises AssertionError with what it said if it failed."""
+    arguments = [
+        "train", str(base), "-c", cluster, "--batch", "4", "--seq", "16", "--lr", "0.01", "--lora", LORA, "--json", "-q",
+        "--out", str(out), "--timeout", "60", "--data", str(base.parent / "tokens"), "--packing", "whole", *more,
     ]  # fmt: skip
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=200, env=environment, check=False)
-    assert ended.returncode == 0, ended.stderr[-3000:]
-    return [json.loads(line) for line in ended.stdout.splitlines()]
+    told, said, code = autopar(*arguments) if cluster == "cpu:1" else started(*arguments)
+    assert code == 0, said[-3000:]
+    return [json.loads(line) for line in told.splitlines()]
+
+
+def started(*arguments: str) -> tuple[str, str, int]:
+    ended = subprocess.run(
+        [sys.executable, "-m", "autopar", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        check=False,
+    )
+    return ended.stdout, ended.stderr, ended.returncode
+
+
+def autopar(*arguments: str) -> tuple[str, str, int]:
+    """A command in this process: standard output, standard error, exit code."""
+    told, said = io.StringIO(), io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(told), redirect_stderr(said):
+        patch.setattr(sys, "argv", ["autopar", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            main()
+    return told.getvalue(), said.getvalue(), int(ended.value.code or 0)
 
 
 @pytest.fixture(scope="module")
@@ -77,13 +110,14 @@ def test_peft_and_transformers_load_it(
     from transformers import AutoModelForCausalLM
 
     adapter = run[0] / "model"
-    assert sorted(path.name for path in adapter.iterdir()) == [
-        "adapter_config.json",
-        "adapter_model.safetensors",
-    ]
+    assert {"adapter_config.json", "adapter_model.safetensors"} <= {path.name for path in adapter.iterdir()}
+    assert not (adapter / "model.safetensors").exists()
     merge(str(base), adapter, tmp_path / "merged")
-    command = [sys.executable, "-m", "autopar", "export", str(run[0]), str(tmp_path / "exported"), "-q"]
-    subprocess.run(command, check=True, timeout=120)
+    assert autopar("export", str(run[0]), str(tmp_path / "exported"), "-q")[2] == 0
+    assert autopar("export", "--format", "peft", str(run[0]), str(tmp_path / "peft"), "-q")[2] == 0
+    assert (tmp_path / "peft" / "adapter_model.safetensors").read_bytes() == (
+        adapter / "adapter_model.safetensors"
+    ).read_bytes()
     plain = AutoModelForCausalLM.from_pretrained(base)
     weight = plain.model.layers[1].self_attn.o_proj.weight
     kept = load_file(adapter / "adapter_model.safetensors")
@@ -103,10 +137,12 @@ def test_another_base_is_refused(
     base: Path, run: tuple[Path, list[dict[str, float]]], tmp_path: Path
 ) -> None:
     torch.manual_seed(1)
-    MODELS["llama"]().save_pretrained(tmp_path / "other")  # type: ignore[operator]
-    assert base_digest(find_model(str(base)), 0) != base_digest(find_model(str(tmp_path / "other")), 0)
+    other = tmp_path / "other" / "model"
+    shutil.copytree(base.parent, other.parent)
+    MODELS["llama"]().save_pretrained(other)  # type: ignore[operator]
+    assert base_digest(find_model(str(base)), 0) != base_digest(find_model(str(other)), 0)
     with pytest.raises(AssertionError, match="base model's weights are other ones"):
-        train(tmp_path / "other", run[0], "--steps", "5", "--resume")
+        train(other, run[0], "--steps", "5", "--resume")
 
 
 def test_what_does_not_fit_is_told(

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import sys
+import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -11,31 +14,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autopar.data import Order, Stream, TokenStore, prepare
+from autopar.data import Ahead, Order, Stream, TokenStore, prepare
 from autopar.data.store import write_about
-from autopar.errors import UsageError
-
-TEMPLATE = (
-    "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}<end>{% endfor %}"
-    "{% if add_generation_prompt %}<assistant>{% endif %}"
-)
+from autopar.errors import TrainingError, UsageError
+from autopar.training_data import check_data
+from tests.words import save_tokenizer
 
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tokenizer of words, with a chat template."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    folder = tmp_path_factory.mktemp("tokenizer")
-    special = ["<eos>", "<end>", "<user>", "<assistant>", "<unknown>"]
-    vocabulary = {word: number for number, word in enumerate([*special, *(f"w{i}" for i in range(200))])}
-    made = Tokenizer(models.WordLevel(vocabulary, unk_token="<unknown>"))
-    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    made.add_special_tokens(special)
-    fast = PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<eos>", chat_template=TEMPLATE)
-    fast.save_pretrained(folder)
-    return folder
+    return save_tokenizer(tmp_path_factory.mktemp("tokenizer"))
 
 
 def lines(path: Path, items: list[object]) -> Path:
@@ -166,6 +154,70 @@ def test_only_the_assistant_is_trained_on(tokenizer: Path, tmp_path: Path) -> No
     assert text == ["w3", "<end>", "w5", "w6", "<end>", "<eos>"]
 
 
+def spoken(store: TokenStore, tokenizer: Path, ids: list[int]) -> list[str]:
+    from transformers import AutoTokenizer
+
+    found: list[str] = AutoTokenizer.from_pretrained(tokenizer).convert_ids_to_tokens(ids)
+    return found
+
+
+def test_labels_of_conversations_are_the_assistants_words(tokenizer: Path, tmp_path: Path) -> None:
+    """With a system's prompt, several turns, a turn of the user at the end; as rows that the model is given."""
+    system = {"role": "system", "content": " w9 w9 "}
+    talks = [
+        [system, {"role": "user", "content": " w1 "}, {"role": "assistant", "content": " w2 w3 "}],
+        [
+            {"role": "user", "content": " w4 "},
+            {"role": "assistant", "content": " w5 "},
+            {"role": "user", "content": " w6 "},
+            {"role": "assistant", "content": " w7 "},
+            {"role": "user", "content": " w8 "},
+        ],
+    ]
+    source = lines(tmp_path / "a.jsonl", [{"messages": talk} for talk in talks])
+    store = prepare([source], tokenizer=tokenizer, out=tmp_path / "t")
+    stream = Stream(store, batch=2, seq=16, packing="whole", shuffle=False)
+    assert stream.samples == 2
+    batch = stream.at(0)
+    trained = [
+        spoken(store, tokenizer, [int(label) for label in row if label != -100]) for row in batch["labels"]
+    ]
+    assert trained == [["w2", "w3", "<end>", "<eos>"], ["w5", "<end>", "w7", "<end>", "<eos>"]]
+    counted = batch["labels"] != -100
+    assert torch.equal(batch["labels"][counted], batch["input_ids"][counted])
+    first = spoken(store, tokenizer, batch["input_ids"][0][:11].tolist())
+    assert first == [
+        "<system>",
+        "w9",
+        "w9",
+        "<end>",
+        "<user>",
+        "w1",
+        "<end>",
+        "<assistant>",
+        "w2",
+        "w3",
+        "<end>",
+    ]
+
+
+def test_conversations_that_no_template_takes_are_told(tokenizer: Path, tmp_path: Path) -> None:
+    talk = [{"role": "user", "content": " w1 "}, {"role": "assistant", "content": " w2 "}]
+    source = lines(tmp_path / "a.jsonl", [{"messages": talk}])
+
+    def with_template(name: str, template: str | None) -> object:
+        made = save_tokenizer(tmp_path / name, template=template)
+        return lambda: prepare([source], tokenizer=made, out=tmp_path / f"{name} tokens")
+
+    fails("no chat template", with_template("none", None))
+    fails(
+        "does not take the conversation: .*no users",
+        with_template("raises", "{{ raise_exception('no users') }}"),
+    )
+    counting = "{{ messages | length }} {% for m in messages %}{{ m['content'] }}{% endfor %}"
+    fails("changes what the template wrote", with_template("counting", counting))
+
+
 def test_parquet_text_and_folders(tokenizer: Path, tmp_path: Path) -> None:
     import pyarrow as arrow
     import pyarrow.parquet as parquet
@@ -235,6 +287,114 @@ def test_damaged_stores_are_told(store: TokenStore, tmp_path: Path) -> None:
     fails("does not describe", lambda: TokenStore(copied))
 
 
+def test_shards_that_change_under_a_run_are_named(store: TokenStore, tmp_path: Path) -> None:
+    """Cut short, or gone, after it was opened: an error with the file, in the loop, and no signal."""
+    import shutil
+
+    for damage in ("cut", "gone"):
+        copied = Path(shutil.copytree(store.folder, tmp_path / damage))
+        stream = Stream(TokenStore(copied), batch=4, seq=16, shuffle=False)
+        batches = stream.from_position(0, ahead=1)
+        next(batches)
+        file = copied / "00002.tokens.npy"
+        if damage == "cut":
+            file.write_bytes(file.read_bytes()[:200])
+        else:
+            file.unlink()
+        with pytest.raises(UsageError, match="00002.tokens.npy"):
+            for _ in range(stream.samples):
+                next(batches)
+
+
+def test_a_run_refuses_tokens_that_are_not_as_they_were_written(store: TokenStore, tmp_path: Path) -> None:
+    import shutil
+
+    check_data(str(store.folder))
+    check_data("pydoc")
+    copied = Path(shutil.copytree(store.folder, tmp_path / "flipped"))
+    file = copied / "00001.tokens.npy"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(UsageError, match="checksum.*00001.tokens.npy|00001.tokens.npy"):
+        check_data(str(copied))
+    TokenStore(copied).verify(most_bytes=1000)  # so much is as it was
+
+
+def numbered(step: int, position: int) -> dict[str, torch.Tensor]:
+    return {"input_ids": torch.tensor([step, position])}
+
+
+def test_batches_come_ahead_in_order_and_anew_from_anywhere() -> None:
+    with Ahead(numbered, batch=8) as ahead:
+        got = [
+            ahead.get(step, position)["input_ids"].tolist()
+            for step, position in ((0, 0), (1, 8), (1, 24), (2, 32))
+        ]
+    assert got == [[0, 0], [1, 8], [1, 24], [2, 32]]
+    assert not [thread for thread in threading.enumerate() if thread.name == "autopar data"]
+
+
+def test_the_thread_makes_no_more_than_it_may() -> None:
+    made: list[int] = []
+
+    def make(step: int, position: int) -> dict[str, torch.Tensor]:
+        made.append(step)
+        return numbered(step, position)
+
+    with Ahead(make, batch=1, depth=3) as ahead:
+        ahead.get(0, 0)
+        time.sleep(0.3)
+        assert len(made) <= 1 + 3 + 1  # given, waiting, and one that finds no place
+
+
+def test_errors_of_the_thread_end_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    def bad(step: int, position: int) -> dict[str, torch.Tensor]:
+        if step == 2:
+            raise ZeroDivisionError("by nothing")
+        return numbered(step, position)
+
+    with Ahead(bad, batch=1) as ahead:
+        ahead.get(0, 0)
+        ahead.get(1, 1)
+        with pytest.raises(TrainingError, match="ZeroDivisionError: by nothing") as caught:
+            ahead.get(2, 2)
+        assert caught.value.hint
+        assert "step 3" in str(caught.value)
+    with Ahead(numbered, batch=1) as ahead:  # the thread itself dies
+        monkeypatch.setattr("autopar.data.ahead._Work._put", lambda self, item: sys.exit())
+        with pytest.raises(TrainingError, match="has ended without one"):
+            ahead.get(0, 0)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+def test_an_epoch_over_data_ranks_is_each_sample_once(store: TokenStore, ranks: int) -> None:
+    """Every rank cuts its rows as the runtime does; the ranks change in the middle of the epoch, the batch too."""
+    from autopar.mesh import Mesh
+    from autopar.runtime.groups import join_mesh
+    from autopar.runtime.simulate import simulate
+    from autopar.sharding import Sharding
+
+    samples = Stream(store, batch=8, seq=16, seed=3).samples
+
+    def rows(ranks: int, batch: int, first: int, until: int) -> list[tuple[int, ...]]:
+        def work(rank: int) -> list[torch.Tensor]:
+            stream = Stream(store, batch=batch, seq=16, seed=3)
+            groups = join_mesh(Mesh.of({"dp": ranks, "fsdp": 1, "tp": 1}), timeout_s=30)
+            split = Sharding.parse("[_@dp, _]")
+            return [groups.cut(stream.at(at)["input_ids"], split) for at in range(first, until, batch)]
+
+        pieces = simulate(ranks, work, timeout_s=60)
+        return [tuple(row) for step in zip(*pieces, strict=True) for part in step for row in part.tolist()]
+
+    half = samples // 2 // 8 * 8
+    seen = rows(ranks, 8, 0, half) + rows(8 // ranks, 16, half, samples)
+    one = rows(1, 8, 0, samples)[:samples]
+    tokens, _ = store.read(0, samples * 16)
+    assert seen[:samples] == one
+    assert sorted(one) == sorted(map(tuple, tokens.reshape(-1, 16).tolist()))
+
+
 def test_a_shard_that_vanishes_ends_the_stream(store: TokenStore, monkeypatch: pytest.MonkeyPatch) -> None:
     stream = Stream(store, batch=4, seq=16)
 
@@ -258,8 +418,6 @@ def test_training_reads_prepared_tokens(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Two steps; then one and the second after a resume: the same losses. And the wrong tokenizer is told."""
-    import sys
-
     import transformers
 
     from autopar.cli import main
