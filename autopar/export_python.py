@@ -27,12 +27,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from autopar import api
-from autopar.block_source import Names, block_source, graph_source, plain
+from autopar.block_source import Names, block_source, plain
 from autopar.compiled import Compiled
+from autopar.condition_source import condition_source
 from autopar.errors import UsageError
 from autopar.exported import CONSTANTS, PLAN, PROGRAM, WEIGHTS
 from autopar.models.source import find_model
-from autopar.passes.place_counts import PlaceCount
 from autopar.passes.plan_writer import version_of
 from autopar.plans import Plan
 from autopar.program_file import ParameterEntry, program_file
@@ -67,8 +67,8 @@ def export_python(compiled: Compiled, folder: str | Path, *, weights: bool = Tru
         if layout.info.kind != "parameter"
     }
     constants.update({f"fixed {name}": value.clone().contiguous() for name, value in program.fixed.items()})
-    functions, counts = _functions(compiled)
-    file = program_file(program, compiled.stages, functions, counts, parameters, version_of())
+    functions, checks = _functions(compiled)
+    file = program_file(program, compiled.stages, functions, checks, parameters, version_of())
     texts[PROGRAM], texts[PLAN], texts["train.py"] = file.text(), compiled.plan.to_json(), _train(compiled)
     partial = target.with_name(target.name + ".partial")
     try:
@@ -99,27 +99,22 @@ def _functions(compiled: Compiled) -> tuple[dict[str, str], dict[int, str]]:
     names = Names(())
     blocks = {name: names.fresh(name) for name in compiled.rank_program.blocks}
     conditions = compiled.rank_program.conditions
-    return blocks, {number: names.fresh(f"places_{number}") for number in range(len(conditions))}
+    return blocks, {number: names.fresh(f"condition_{number}") for number in range(len(conditions))}
 
 
 def _texts(compiled: Compiled) -> dict[str, str]:
     """The source of every function, by file."""
     program = compiled.rank_program
-    functions, counts = _functions(compiled)
+    functions, checks = _functions(compiled)
     texts = {}
     for name, function in functions.items():
         paths = [call.path for call in program.calls if call.block == name and call.path]
         texts[f"blocks/{function}.py"] = block_source(
             replace(program.blocks[name], name=function), program.mesh, paths
         )
-    for number, function in counts.items():
-        condition = program.conditions[number]
-        if isinstance(condition, PlaceCount):
-            about = f"How many places a batch marks ({condition.where}); there must be {condition.rows}."
-            texts[f"blocks/{function}.py"] = graph_source(condition.graph, function, about)
-    written = [
-        function for function in (*functions.values(), *counts.values()) if f"blocks/{function}.py" in texts
-    ]
+    for number, function in checks.items():
+        texts[f"blocks/{function}.py"] = condition_source(program.conditions[number], function)
+    written = (*functions.values(), *checks.values())
     lines = ['"""What one rank runs: a function per unique block. program.json says what calls them."""', ""]
     lines += [f"from .{function} import {function}" for function in written]
     lines += ["", "BLOCKS = {", *(f'    "{function}": {function},' for function in written), "}"]

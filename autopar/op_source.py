@@ -269,10 +269,6 @@ class _Values:
                 self.imports.groups.add(value)
                 return value
             return repr(value)
-        if isinstance(value, float) and not math.isfinite(value):
-            return f'float("{value}")'
-        if value is None or isinstance(value, (bool, int, float, complex)):
-            return repr(value)
         if isinstance(value, list):
             return f"[{', '.join(self(each) for each in value)}]"
         if isinstance(value, tuple):
@@ -283,14 +279,27 @@ class _Values:
         if isinstance(value, torch.device):
             self.imports.device = True
             return "device"
-        if isinstance(value, (torch.dtype, torch.layout, torch.memory_format)):
-            self.imports.use("torch")
-            return str(value)
+        text = plain_value(value)
+        if text is not None:
+            if text.startswith("torch."):
+                self.imports.use("torch")
+            return text
         raise UsageError(
             f"an argument of {self.node.name} is a {type(value).__name__}, which cannot be written as text",
             where="export --format python",
             hint="autopar train with the plan",
         )
+
+
+def plain_value(value: object) -> str | None:
+    """A number, a text, a dtype and the like as Python writes it; None for anything else."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return f'float("{value}")'
+    if value is None or isinstance(value, (bool, int, float, complex, str)):
+        return repr(value)
+    if isinstance(value, (torch.dtype, torch.layout, torch.memory_format)):
+        return str(value)
+    return None
 
 
 def _has_node(value: object) -> bool:

@@ -18,8 +18,9 @@ from pydantic import ValidationError
 from torch import Tensor
 from torch.fx import Graph, GraphModule
 
-from autopar.errors import PlanError, UsageError
+from autopar.errors import PlanError
 from autopar.mesh import Mesh
+from autopar.passes.known_values import Decision, Made, Step
 from autopar.passes.limits import IdLimit
 from autopar.passes.lower import RankBlock, RankProgram, StateLayout
 from autopar.passes.place_counts import PlaceCount
@@ -27,6 +28,7 @@ from autopar.passes.stages import Crossing, Stage
 from autopar.plan_parts import Count, Part, Text, Tuple
 from autopar.program import Call, Condition, Piece, StateInfo, TensorInfo
 from autopar.sharding import Sharding
+from autopar.torch_private import pytree
 
 Texts = Annotated[tuple[Text, ...], Tuple]
 Sizes = Annotated[tuple[Count, ...], Tuple]
@@ -99,7 +101,7 @@ class StageEntry(Part):
     sends: Annotated[tuple[CrossingEntry, ...], Tuple] = ()
 
 
-class ConditionEntry(Part):
+class PlacesEntry(Part):
     """`function` counts the places that a batch marks; there must be `rows` (where not `exact`, at most so many)."""
 
     function: Text
@@ -107,6 +109,16 @@ class ConditionEntry(Part):
     where: Text
     rows: Count
     exact: bool
+
+
+class DecisionEntry(Part):
+    """What `function` makes of a batch is `expected`: so many that are true (`counted`), or these values."""
+
+    function: Text
+    inputs: Texts
+    where: Text
+    counted: bool
+    expected: Any
 
 
 class ParameterEntry(Part):
@@ -130,7 +142,7 @@ class ProgramFile(Part):
     count: Text | None
     calls: Annotated[tuple[CallEntry, ...], Tuple]
     stages: Annotated[tuple[StageEntry, ...], Tuple]
-    conditions: Annotated[tuple[ConditionEntry, ...], Tuple]
+    conditions: Annotated[tuple[PlacesEntry | DecisionEntry, ...], Tuple]
     parameters: dict[str, ParameterEntry]
     state: dict[str, StateEntry]
 
@@ -159,26 +171,11 @@ def program_file(
     program: RankProgram,
     stages: tuple[Stage, ...],
     functions: Mapping[str, str],
-    counts: Mapping[int, str],
+    checks: Mapping[int, str],
     parameters: Mapping[str, ParameterEntry],
     version: str,
 ) -> ProgramFile:
-    """`functions`: of the blocks by name; `counts`: of the conditions by number; `parameters`: the model's own."""
-    conditions = []
-    for number, condition in enumerate(program.conditions):
-        if not isinstance(condition, PlaceCount):
-            raise UsageError(
-                f"the model decides what to compute by values of {', '.join(condition.inputs)}, which a written program "
-                "does not check of every batch",
-                where=condition.where,
-                hint="autopar train with the plan",
-            )
-        conditions.append(
-            ConditionEntry(
-                function=counts[number], inputs=condition.inputs, where=condition.where, rows=condition.rows,
-                exact=condition.exact,
-            )
-        )  # fmt: skip
+    """`functions`: of the blocks by name; `checks`: of the conditions by number; `parameters`: the model's own."""
     return ProgramFile(
         format=1,
         autopar_version=version,
@@ -200,9 +197,23 @@ def program_file(
             for call in program.calls
         ),
         stages=tuple(_stages(stages)),
-        conditions=tuple(conditions),
+        conditions=tuple(
+            _condition_entry(condition, checks[number]) for number, condition in enumerate(program.conditions)
+        ),
         parameters=dict(parameters),
         state={name: _state(layout) for name, layout in program.state.items()},
+    )  # fmt: skip
+
+
+def _condition_entry(condition: Condition, function: str) -> PlacesEntry | DecisionEntry:
+    if isinstance(condition, PlaceCount):
+        return PlacesEntry(
+            function=function, inputs=condition.inputs, where=condition.where, rows=condition.rows, exact=condition.exact
+        )  # fmt: skip
+    assert isinstance(condition, Decision)  # `condition_source` has refused others
+    return DecisionEntry(
+        function=function, inputs=condition.inputs, where=condition.where, counted=condition.counted,
+        expected=condition.expected,
     )  # fmt: skip
 
 
@@ -398,9 +409,16 @@ def _check_calls(calls: tuple[Call, ...], blocks: Mapping[str, RankBlock], file:
         raise PlanError(f"no call makes {lost[0]!r}", where="program.json, outputs", hint="what a call makes")
 
 
-def _condition(entry: ConditionEntry, functions: Mapping[str, Function]) -> Condition:
-    module = wrapped(_find(functions, entry.function), list(entry.inputs), set())
-    return PlaceCount(entry.inputs, entry.where, _only(module), entry.rows, entry.exact)
+def _condition(entry: PlacesEntry | DecisionEntry, functions: Mapping[str, Function]) -> Condition:
+    function = _find(functions, entry.function)
+    module = wrapped(function, list(entry.inputs), set())
+    if isinstance(entry, PlacesEntry):
+        return PlaceCount(entry.inputs, entry.where, _only(module), entry.rows, entry.exact)
+    given = [(number, Step(None, (), None, name)) for number, name in enumerate(entry.inputs)]
+    made = [Made(number, 0) for number, _ in given]
+    tree = pytree.tree_structure((tuple(entry.inputs), {}))
+    steps = (*given, (len(given), Step(function, tuple(made), tree)))
+    return Decision(entry.inputs, entry.where, steps, Made(len(given), 0), entry.counted, entry.expected)
 
 
 def _only(module: GraphModule) -> GraphModule:

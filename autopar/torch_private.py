@@ -118,6 +118,12 @@ def storage_key(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
+def shares_storage(tensor: torch.Tensor) -> bool:
+    """Whether other tensors lie in the same storage: changing one in place would change them. One reference is the
+    tensor's own, one that of the storage object asked here."""
+    return bool(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) > 2)
+
+
 def group_place(name: str) -> tuple[int, int]:
     """(this rank's place in the process group of that name, its size).
 

@@ -1,7 +1,7 @@
 """Training steps of autopar beside torch's own parallelism: seconds and memory, on gloo processes of this machine.
 
     python bench/train.py [--models smollm2,llama4l] [--ranks 2,4] [--parts time,memory,compile] [--rounds 9]
-                          [--precision fp32] [--results FILE] [--page docs/training_speed.md]
+                          [--peers ddp,fsdp,fsdp+tp] [--precision fp32] [--results FILE] [--page docs/training_speed.md]
 
     time     autopar and a peer in the same processes, in turns step by step (A B A B ...); where both do not fit into
              memory together, in processes of their own, in turns. Per step the slowest rank counts.
@@ -26,12 +26,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench.train_page import page, table
 from tests.runtime.processes import run_on
 
+ROOT = Path(__file__).resolve().parents[1]
 PAIRS = {
     2: (("ours/dp=2", "ddp"), ("ours/fsdp=2", "fsdp")),
     4: (("ours/dp=4", "ddp"), ("ours/fsdp=4", "fsdp"), ("ours/fsdp=2,tp=2", "fsdp+tp")),
@@ -59,11 +59,11 @@ class Case:
 
 
 def cases(
-    models: list[str], ranks: list[int], parts: list[str], precision: str, rounds: int
+    models: list[str], ranks: list[int], parts: list[str], peers: list[str], precision: str, rounds: int
 ) -> Iterator[Case]:
     for model in models:
         for count in ranks:
-            for pair in PAIRS[count]:
+            for pair in (pair for pair in PAIRS[count] if pair[1] in peers):
                 if "time" in parts:
                     yield Case("time", model, count, pair, precision, rounds)
                 if "memory" in parts:
@@ -97,9 +97,12 @@ def measure(case: Case) -> dict[str, Any]:
     for contenders, rounds in _turns(case):
         ranks = run_processes(case, contenders, rounds)
         for contender in contenders:
-            seconds[contender] += [max(each) for each in zip(*(r["seconds"][contender] for r in ranks))]
+            seconds[contender] += [
+                max(each) for each in zip(*(r["seconds"][contender] for r in ranks), strict=True)
+            ]
             busy[contender] += [
-                statistics.mean(each) for each in zip(*(r["cpu_seconds"][contender] for r in ranks))
+                statistics.mean(each)
+                for each in zip(*(r["cpu_seconds"][contender] for r in ranks), strict=True)
             ]
             losses[contender] = ranks[0]["losses"][contender]
     _check_losses(case, losses)
@@ -117,7 +120,9 @@ def _check_losses(case: Case, losses: dict[str, list[float]]) -> None:
     ours, theirs = (losses[contender] for contender in case.contenders)
     tolerance = 1e-3 if case.precision == "fp32" else 2e-2
     if any(abs(one - other) > tolerance * abs(other) for one, other in zip(ours, theirs, strict=True)):
-        raise RuntimeError(f"{case.key}: the losses differ, so the steps do not do the same: {ours}, {theirs}")
+        raise RuntimeError(
+            f"{case.key}: the losses differ, so the steps do not do the same: {ours}, {theirs}"
+        )
 
 
 _COMPILE = """
@@ -141,10 +146,13 @@ def _compile_seconds(case: Case) -> list[float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--models", default="smollm2,llama4l")
     parser.add_argument("--ranks", default="2,4")
     parser.add_argument("--parts", default="time,memory,compile")
+    parser.add_argument("--peers", default="ddp,fsdp,fsdp+tp")
     parser.add_argument("--precision", default="fp32", choices=("fp32", "bf16"))
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--results", type=Path)
@@ -154,8 +162,8 @@ def main() -> None:
     if chosen.results is not None and chosen.results.exists():
         found = [json.loads(line) for line in chosen.results.read_text().splitlines()]
     ranks = [int(count) for count in chosen.ranks.split(",")]
-    parts = chosen.parts.split(",")
-    for case in cases(chosen.models.split(","), ranks, parts, chosen.precision, chosen.rounds):
+    models, parts, peers = (text.split(",") for text in (chosen.models, chosen.parts, chosen.peers))
+    for case in cases(models, ranks, parts, peers, chosen.precision, chosen.rounds):
         if any(Case(**_fields(row)).key == case.key for row in found):
             continue
         start = time.monotonic()

@@ -20,23 +20,30 @@ LLAMA_WORDS = 8192
 def build(name: str) -> nn.Module:
     """The model in float32, in training mode; the same weights on every rank."""
     torch.manual_seed(0)
-    if name == "smollm2":
-        model = AutoModelForCausalLM.from_pretrained(SMOLLM2, dtype=torch.float32, attn_implementation="sdpa")
-    elif name == "tiny":
-        model = _llama(layers=2, hidden=32, inner=64, heads=4, words=WORDS["tiny"])
+    source = source_of(name)
+    if isinstance(source, str):
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, attn_implementation="sdpa")
     else:
-        layers = int(name.removeprefix("llama").removesuffix("l"))
-        model = _llama(layers=layers, hidden=512, inner=1536, heads=8, words=LLAMA_WORDS)
+        model = LlamaForCausalLM(source)
     return model.train()  # type: ignore[no-any-return]
 
 
-def _llama(*, layers: int, hidden: int, inner: int, heads: int, words: int) -> nn.Module:
-    config = LlamaConfig(
+def source_of(name: str) -> str | LlamaConfig:
+    """What autopar is given: so it keeps no module beside its shares. Seed before it draws weights."""
+    if name == "smollm2":
+        return str(SMOLLM2)
+    if name == "tiny":
+        return _llama(layers=2, hidden=32, inner=64, heads=4, words=WORDS["tiny"])
+    layers = int(name.removeprefix("llama").removesuffix("l"))
+    return _llama(layers=layers, hidden=512, inner=1536, heads=8, words=LLAMA_WORDS)
+
+
+def _llama(*, layers: int, hidden: int, inner: int, heads: int, words: int) -> LlamaConfig:
+    return LlamaConfig(
         hidden_size=hidden, intermediate_size=inner, num_hidden_layers=layers, num_attention_heads=heads,
         num_key_value_heads=heads // 2, vocab_size=words, tie_word_embeddings=False, attn_implementation="sdpa",
         bos_token_id=1, eos_token_id=2,
     )  # fmt: skip
-    return LlamaForCausalLM(config)
 
 
 def batch_of(name: str, rows: int, length: int, step: int) -> dict[str, Tensor]:

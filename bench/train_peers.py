@@ -1,7 +1,7 @@
 """What `bench/train.py` compares: training steps by autopar and by torch's own parallelism.
 
-Each contender is a function of the model, the model's name and a batch that returns `step(batch) -> loss`; the batch is
-the whole one of all ranks, the loss that of the whole batch. All train with fused AdamW and clip to the global norm 1.
+Each contender is made from a model's name and a batch, and is `step(batch) -> loss`; the batch is the whole one of all
+ranks, the loss that of the whole batch. All train with fused AdamW and clip to the global norm 1.
 
     ours/MESH   autopar, with the mesh given (`ours/fsdp=2,tp=2`)
     ddp         DistributedDataParallel, gradients as views of its buckets
@@ -32,29 +32,32 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.functional import cross_entropy, pad
 from torch.nn.parallel import DistributedDataParallel
 
+import autopar
+from bench.train_models import build, source_of
+
 Batch = dict[str, Tensor]
 Step = Callable[[Batch], float]
 LR, MAX_NORM = 1e-4, 1.0
 
 
-def make(contender: str, model: nn.Module, batch: Batch, precision: str) -> Step:
-    """The training step of a contender, by its name above. `precision`: fp32 or bf16 (masters in fp32)."""
+def make(contender: str, name: str, batch: Batch, precision: str) -> Step:
+    """The training step of a contender, by its name above, of a model. `precision`: fp32 or bf16 (masters in fp32)."""
     if contender.startswith("ours/"):
-        return _ours(contender.removeprefix("ours/"), model, batch, precision)
-    return {"ddp": _ddp, "fsdp": _fsdp, "fsdp+tp": _fsdp_tp}[contender](model, precision)
+        return _ours(contender.removeprefix("ours/"), name, batch, precision)
+    return {"ddp": _ddp, "fsdp": _fsdp, "fsdp+tp": _fsdp_tp}[contender](build(name), precision)
 
 
 def adamw(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=LR, weight_decay=0.1, fused=True)
 
 
-def _ours(mesh: str, model: nn.Module, batch: Batch, precision: str) -> Step:
-    import autopar
-
+def _ours(mesh: str, name: str, batch: Batch, precision: str) -> Step:
+    rows, length = batch["input_ids"].shape
     run = autopar.compile(
-        model, f"cpu:{dist.get_world_size()}", batch, mesh=mesh, micro_batches=1, recompute="none",
-        precision=precision,
+        source_of(name), f"cpu:{dist.get_world_size()}", mesh=mesh, batch=rows, seq=length, micro_batches=1,
+        recompute="none", precision=precision,
     )  # fmt: skip
+    torch.manual_seed(0)  # for the weights, where there are none yet
     run.start(optimizer=adamw, max_norm=MAX_NORM)
     return lambda whole: run.train_step(whole).loss
 

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from bench.train_models import batch_of, build
+from bench.train_models import batch_of
 from bench.train_peers import make
 
 
@@ -43,8 +43,6 @@ def settle() -> None:
 
 
 def measure(case: dict[str, Any]) -> dict[str, Any]:
-    import autopar  # noqa: F401  both are imported by every process, so that both have the same start
-
     settle()
     before = resident_mb()
     name, rows, length = case["model"], case["rows"], case["length"]
@@ -52,7 +50,7 @@ def measure(case: dict[str, Any]) -> dict[str, Any]:
     setup = {}
     for contender in case["contenders"]:
         start = time.perf_counter()
-        steps[contender] = make(contender, build(name), batch_of(name, rows, length, 0), case["precision"])
+        steps[contender] = make(contender, name, batch_of(name, rows, length, 0), case["precision"])
         setup[contender] = time.perf_counter() - start
     settle()
     after = resident_mb()

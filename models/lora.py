@@ -11,6 +11,7 @@ B is frozen. They are ordinary parameters of the module: captured, placed and tr
 
 from __future__ import annotations
 
+import copy
 import math
 import warnings
 from collections.abc import Callable, Mapping
@@ -91,6 +92,11 @@ def with_lora(model: str | nn.Module | PretrainedConfig | ModelSource, lora: Lor
     """
     source = model if isinstance(model, ModelSource) else find_model(model)
     load = source.load
+    if load is not None and source.path is None:  # it gives the user's own module, which is not to be changed
+        own = load
+
+        def load() -> nn.Module:
+            return copy.deepcopy(own())
 
     def adapted(make: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
         return lambda: inject(make(), lora, source.name)

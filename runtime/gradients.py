@@ -4,15 +4,17 @@ In:  a ParameterStore whose blocks have left gradients of this rank's part of th
 Out: `.grad` of each local parameter: own rows of the whole batch's gradient; its global norm; and after the step, the
      rows of all ranks in the replicas again.
 
-Sums over axes are taken in buckets of 25 MiB, as torch's DDP does, in the masters' precision.
+Sums over axes are taken in buckets of 25 MiB, as torch's DDP does, in the masters' precision; a tensor of 1 MiB or more
+is summed where it lies, without a copy. Those of the last micro-batch start while its backward still runs.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,9 +22,12 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from autopar.runtime.groups import Span
-from autopar.runtime.store import Entry, ParameterStore, offsets, padded
+from autopar.runtime.store import ALONE_BYTES, Entry, ParameterStore, offsets, padded
+from autopar.torch_private import shares_storage
 
 BUCKET_BYTES = 25 << 20
+BUCKETS_IN_FLIGHT = 2  # copies of gradients that are being summed
+NORM_ELEMENTS = 1 << 18  # squared at a time on a CPU, so that the squares stay in its cache
 
 
 class Gradients:
@@ -44,7 +49,15 @@ class Gradients:
         self.store, self.shared, self.counted_elsewhere, self.whole = store, shared, counted_elsewhere, whole
         self._sums: dict[str, Tensor] = {}  # replicas' gradients of the micro-batches so far, in fp32
         self._bucket: dict[tuple[str, ...], dict[str, tuple[Entry, Tensor]]] = defaultdict(dict)
+        self._last = False  # whether the backward that runs is the last one before `finish`
+        self._ready: dict[tuple[tuple[str, ...], torch.dtype], list[Tensor]] = defaultdict(list)
+        self._summed: set[str] = set()  # whose sums have been asked for
+        self._flying: list[_Sum] = []
         for entry in store.entries.values():
+            if entry.replica is None and entry.parameter.requires_grad:
+                entry.parameter.register_post_accumulate_grad_hook(
+                    lambda leaf, entry=entry: self._left(entry, leaf)
+                )
             if entry.replica is not None and entry.replica.requires_grad:
                 entry.replica.register_post_accumulate_grad_hook(
                     lambda leaf, entry=entry: self._arrived(entry, leaf)
@@ -71,6 +84,63 @@ class Gradients:
             else:
                 self._sums[entry.name] = gradient.to(entry.parameter.dtype)
 
+    def begin(self) -> None:
+        """Before the first backward of a step: nothing of one that was not finished counts."""
+        self._land()
+        self._start_over()
+
+    def last_backward(self) -> None:
+        """The next backward is the last one before `finish`: what it leaves at parameters is summed as it comes. All
+        ranks must call it, or none."""
+        self._last = True
+
+    def _left(self, entry: Entry, leaf: Tensor) -> None:
+        """Backward has left a gradient at a parameter. Sums change it in place, so that it must not lie where others
+        of this backward do (autograd hands on views: of `x + p.view(...)`, the gradient of both is one storage)."""
+        if leaf.grad is not None and shares_storage(leaf.grad):
+            leaf.grad = leaf.grad.clone()
+        if self._last and entry.name not in self.shared:
+            self._sum_early(entry)
+
+    def _sum_early(self, entry: Entry) -> None:
+        """All ranks of a span get their gradients in the same order."""
+        gradient, span = entry.parameter.grad, self._span(entry)
+        if gradient is None or span.size == 1 or not gradient.numel() or entry.name in self._summed:
+            return
+        self._summed.add(entry.name)
+        ready = self._ready[span.axes, gradient.dtype]
+        ready.append(gradient)
+        if sum(each.nbytes for each in ready) >= BUCKET_BYTES:
+            self._sum(span, ready)
+            ready.clear()
+
+    def _span(self, entry: Entry) -> Span:
+        """Over which a parameter's gradient still is a partial sum, when backward has left it at the parameter."""
+        return self.store.groups.span(axis for axis in entry.sums if axis not in entry.span.axes)
+
+    def _sum(self, span: Span, gradients: Sequence[Tensor]) -> None:
+        """Start the sums of these gradients in place; `_land` waits for them."""
+        together: list[Tensor] = []
+        for gradient in gradients:
+            here = gradient.device == self.store.groups.device and gradient.is_contiguous()
+            if here and gradient.nbytes >= ALONE_BYTES:
+                work = dist.all_reduce(gradient, group=span.group, async_op=True)
+                self._flying.append(_Sum(work, gradient))
+            else:
+                together.append(gradient)
+        for bucket in _buckets(together, lambda gradient: gradient.nbytes):
+            copies = [each for each in self._flying if each.parts]
+            if len(copies) >= BUCKETS_IN_FLIGHT:
+                copies[0].land()
+                self._flying.remove(copies[0])
+            flat = torch.cat([gradient.reshape(-1) for gradient in bucket]).to(self.store.groups.device)
+            work = dist.all_reduce(flat, group=span.group, async_op=True)
+            self._flying.append(_Sum(work, flat, tuple(bucket)))
+
+    def _land(self) -> None:
+        while self._flying:
+            self._flying.pop(0).land()
+
     def _scatter(self, bucket: Sequence[tuple[Entry, Tensor]]) -> None:
         """Reduce-scatter a bucket and add the own rows to the masters' gradients."""
         entries = [entry for entry, _ in bucket]
@@ -80,6 +150,7 @@ class Gradients:
 
     def forget(self) -> None:
         """Drop what a step that failed has left."""
+        self.begin()
         self._sums.clear()
         self._bucket.clear()
         for entry in self.store.entries.values():
@@ -91,23 +162,22 @@ class Gradients:
         """Sum gradients over the axes they still are partial sums on, and divide them."""
         self._gather_up()
         self._sum_shared()
-        pending: dict[tuple[tuple[str, ...], torch.dtype], list[Tensor]] = defaultdict(list)
         for entry in self.store.entries.values():
-            gradient = entry.parameter.grad
-            if gradient is None:
-                continue
-            if divide_by != 1.0:
-                gradient.div_(divide_by)
-            span = self.store.groups.span(axis for axis in entry.sums if axis not in entry.span.axes)
-            if span.size > 1 and gradient.numel():
-                pending[span.axes, gradient.dtype].append(gradient)
-        for (axes, _), gradients in pending.items():
-            group = self.store.groups.span(axes).group
-            for bucket in _buckets(gradients, lambda gradient: gradient.nbytes):
-                flat = torch.cat([gradient.reshape(-1) for gradient in bucket]).to(self.store.groups.device)
-                dist.all_reduce(flat, group=group)
-                for gradient, piece in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
-                    gradient.copy_(piece.view_as(gradient))
+            if entry.parameter.grad is not None:
+                self._sum_early(entry)
+        for (axes, _), gradients in self._ready.items():
+            self._sum(self.store.groups.span(axes), gradients)
+        self._land()
+        self._start_over()
+        if divide_by != 1.0:
+            for entry in self.store.entries.values():
+                if entry.parameter.grad is not None:
+                    entry.parameter.grad.div_(divide_by)
+
+    def _start_over(self) -> None:
+        self._last = False
+        self._ready.clear()
+        self._summed.clear()
 
     def _gather_up(self) -> None:
         """What backward left at replicas becomes the masters' gradient, of own rows."""
@@ -152,7 +222,7 @@ class Gradients:
             if entry.parameter.grad is None or entry.name in self.counted_elsewhere:
                 continue
             split = groups.span((*entry.layout.sharding.axes, *entry.span.axes)).axes
-            square = entry.parameter.grad.float().square().sum().to(groups.device)
+            square = _square(entry.parameter.grad).to(groups.device)
             squares[split] = squares[split] + square if split in squares else square
         total = torch.zeros((), device=groups.device)
         for axes, square in sorted(squares.items()):
@@ -202,6 +272,31 @@ class Gradients:
             assert entry.replica is not None
             rows = gathered[:, start : start + entry.chunk].reshape(-1)
             entry.replica.copy_(rows[: entry.replica.numel()].view(entry.shape))
+
+
+@dataclass(eq=False)
+class _Sum:
+    """A sum that is under way, of one gradient, or of the `parts` that were put together into `tensor`."""
+
+    work: Any
+    tensor: Tensor
+    parts: tuple[Tensor, ...] = ()
+
+    def land(self) -> None:
+        self.work.wait()
+        if self.parts:
+            pieces = self.tensor.split([part.numel() for part in self.parts])
+            for part, piece in zip(self.parts, pieces, strict=True):
+                part.copy_(piece.view_as(part))
+
+
+def _square(gradient: Tensor) -> Tensor:
+    """The sum of squares, [], in fp32. Not by `vector_norm`: torch's CPU kernel has few running sums, which for 28
+    million elements (SmolLM2's embedding) costs a relative error of 1e-3."""
+    if gradient.device.type != "cpu" or not gradient.is_contiguous():
+        return gradient.float().square().sum()
+    squares = [part.float().square().sum() for part in gradient.view(-1).split(NORM_ELEMENTS)]
+    return torch.stack(squares).sum()
 
 
 def _add(entry: Entry, own: Tensor) -> None:

@@ -16,13 +16,13 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from autopar import collectives
-from autopar.errors import NonFiniteError
+from autopar.errors import NonFiniteError, UsageError
 from autopar.passes.lower import RankBlock, RankProgram
 from autopar.program import Call
 from autopar.runtime.gradients import Gradients
 from autopar.runtime.groups import Groups
 from autopar.runtime.observe import Observer
-from autopar.runtime.recompute import NONE, Recompute, run_call
+from autopar.runtime.recompute import NONE, SELECTIVE, Recompute, run_call
 from autopar.runtime.store import ParameterStore
 
 Functions = Mapping[str, Callable[..., tuple[Tensor, ...]]]
@@ -58,14 +58,25 @@ class RankModel:
         self.offload = recompute.offload
         self.coordinates = {axis: groups.coordinate_tensor(axis) for axis in groups.group}
         self.functions = functions or functions_of(program, groups, compiled=compiled)
+        # An exception through a compiled block makes dynamo compile what it passes on its way, and fail.
+        self.early_stop = all(isinstance(each, GraphModule) for each in self.functions.values())
+        if not self.early_stop and recompute.kind == SELECTIVE:
+            raise UsageError(
+                "blocks compiled by torch.compile cannot be recomputed selectively: which of their results to keep is "
+                "decided op by op, and they have no ops left",
+                where="recompute",
+                hint="recompute=full, or without --compile",
+            )
         self.last_use = _last_uses(program)
+        self._reduction: Gradients | None = None
         self.observer: Observer | None = None  # told of every call, while a run is monitored
         layers = [index for index, call in enumerate(program.calls) if call.path]
         self.kinds = {index: recompute.of_layer(number) for number, index in enumerate(layers)}
 
     def gradients(self) -> Gradients:
         """For the gradients of this model's store: one for its life, since it listens to backward."""
-        return Gradients(self.store)
+        self._reduction = Gradients(self.store)
+        return self._reduction
 
     def local_inputs(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """This rank's pieces of whole inputs."""
@@ -80,6 +91,8 @@ class RankModel:
 
         Raises NonFiniteError for a loss that is not finite.
         """
+        if self._reduction is not None:
+            self._reduction.begin()
         total, weights = 0.0, 0.0
         for number, batch in enumerate(micro_batches):
             outputs = self(self.local_inputs(batch))
@@ -89,6 +102,8 @@ class RankModel:
             if weight == 0.0:  # without a single label the mean is undefined, and counts for nothing
                 continue
             check_loss(value, number, len(micro_batches))
+            if number == len(micro_batches) - 1 and self._reduction is not None:
+                self._reduction.last_backward()
             (loss * weight).backward()
             self.update_buffers(outputs)
             total += value * weight
@@ -121,7 +136,7 @@ class RankModel:
         run = self._run if self.observer is None else partial(self.observer.run_call, self._run)
         if not torch.is_grad_enabled() or (kind == NONE and not offload):
             return run(index, call, False, *inputs)
-        return run_call(kind, offload, run, index, call, kind != NONE, *inputs)
+        return run_call(kind, offload, run, index, call, kind != NONE, *inputs, early_stop=self.early_stop)
 
     def _run(self, index: int, call: Call, recomputed: bool, *inputs: Tensor) -> tuple[Tensor, ...]:
         block = self.program.blocks[call.block]

@@ -41,17 +41,22 @@ class Recompute:
 
 
 def run_call(
-    kind: str, offload: bool, function: Callable[..., tuple[Tensor, ...]], *arguments: Any
+    kind: str,
+    offload: bool,
+    function: Callable[..., tuple[Tensor, ...]],
+    *arguments: Any,
+    early_stop: bool = True,
 ) -> tuple[Tensor, ...]:
-    """`function(*arguments)`, keeping for backward what `kind` says."""
+    """`function(*arguments)`, keeping for backward what `kind` says. `early_stop`: computing again may end as soon as
+    backward has all it needs, by an exception."""
     with torch.autograd.graph.save_on_cpu(pin_memory=torch.cuda.is_available()) if offload else nullcontext():
         if kind == NONE:
             return function(*arguments)
         contexts = partial(create_selective_checkpoint_contexts, _policy) if kind == SELECTIVE else None
         results: tuple[Tensor, ...] = (
-            checkpoint(function, *arguments, use_reentrant=False, context_fn=contexts)
+            checkpoint(function, *arguments, use_reentrant=False, context_fn=contexts, early_stop=early_stop)
             if contexts is not None
-            else checkpoint(function, *arguments, use_reentrant=False)
+            else checkpoint(function, *arguments, use_reentrant=False, early_stop=early_stop)
         )
         return results
 

@@ -30,6 +30,7 @@ from autopar.runtime.groups import Groups, Span
 from autopar.runtime.regions import Region, region_of
 
 FSDP = "fsdp"
+ALONE_BYTES = 1 << 20  # a tensor of this size or more is sent as it lies; smaller ones are put together
 
 
 @dataclass(frozen=True)
@@ -210,22 +211,29 @@ class ParameterStore:
         return together
 
     def gather(self, names: Sequence[str]) -> list[Tensor]:
-        """Whole (but for tp) parameters from all ranks' rows, in one collective; `names` of one span."""
+        """Whole (but for tp) parameters from all ranks' rows; `names` of one span. Small ones go in one collective,
+        large ones each in one of its own, without copies."""
         entries = [self.entries[name] for name in names]
         span = entries[0].span
-        local = torch.cat(
-            [
-                padded(entry.parameter.detach().to(self.groups.device, entry.dtype), entry.chunk)
-                for entry in entries
-            ]
-        )
-        gathered = local.new_empty(span.size, local.numel())
-        dist.all_gather_single(gathered.view(-1), local, group=span.group)
-        whole = []
-        for entry, start in zip(entries, offsets(entries), strict=True):
-            rows = gathered[:, start : start + entry.chunk].reshape(-1)
-            whole.append(rows[: math.prod(entry.shape)].reshape(entry.shape))
-        return whole
+        local = [
+            padded(entry.parameter.detach().to(self.groups.device, entry.dtype), entry.chunk)
+            for entry in entries
+        ]
+        whole: dict[str, Tensor] = {}
+        waiting = []
+        together: list[tuple[Entry, Tensor]] = []
+        for entry, own in zip(entries, local, strict=True):
+            if own.nbytes * span.size < ALONE_BYTES:
+                together.append((entry, own))
+                continue
+            rows = own.new_empty(span.size * own.numel())
+            waiting.append(dist.all_gather_single(rows, own.contiguous(), group=span.group, async_op=True))
+            whole[entry.name] = rows[: math.prod(entry.shape)].view(entry.shape)
+        if together:
+            whole.update(_gathered_small(span, together))
+        for work in waiting:
+            work.wait()
+        return [whole[name] for name in names]
 
     def reduce_rows(self, names: Sequence[str], gradients: Sequence[Tensor | None]) -> list[Tensor]:
         """Own rows of each gradient, summed over the span where the gradient came as partial sums; `names` of one
@@ -245,8 +253,10 @@ class ParameterStore:
                 whole = whole.contiguous().clone()
                 dist.all_reduce(whole, group=self.groups.span(partial).group)
             result[entry.name] = entry.own_rows(whole).contiguous()
-        if summed:
-            result.update(self._scattered(span, summed))
+        large, small = _by_size(summed, self.groups.device)
+        result.update(_scattered_large(span, large))
+        if small:
+            result.update(self._scattered(span, small))
         return [result[entry.name].to(entry.parameter.device) for entry in entries]
 
     def _scattered(self, span: Span, summed: Sequence[tuple[Entry, Tensor | None]]) -> dict[str, Tensor]:
@@ -405,6 +415,54 @@ def _parts(program: RankProgram) -> dict[str, tuple[str, ...]]:
             start = layout.info.piece.start if layout.info.piece else 0
             found.setdefault(layout.info.source(name), []).append((start, name))
     return {name: tuple(part for _, part in sorted(parts)) for name, parts in found.items()}
+
+
+def _gathered_small(span: Span, local: Sequence[tuple[Entry, Tensor]]) -> dict[str, Tensor]:
+    """Whole tensors of these rows, in one collective."""
+    own = torch.cat([rows.reshape(-1) for _, rows in local])
+    gathered = own.new_empty(span.size, own.numel())
+    dist.all_gather_single(gathered.view(-1), own, group=span.group)
+    whole = {}
+    entries = [entry for entry, _ in local]
+    for entry, start in zip(entries, offsets(entries), strict=True):
+        rows = gathered[:, start : start + entry.chunk].reshape(-1)
+        whole[entry.name] = rows[: math.prod(entry.shape)].reshape(entry.shape)
+    return whole
+
+
+def _scattered_large(span: Span, summed: Sequence[tuple[Entry, Tensor]]) -> dict[str, Tensor]:
+    """Own rows of the sums of gradients over `span`, of each in a collective of its own, as it lies."""
+    result = {}
+    waiting = []
+    for entry, gradient in summed:
+        own = gradient.new_empty(entry.parameter.shape, dtype=entry.parameter.dtype)
+        whole = gradient.to(own.dtype).contiguous().view(-1)
+        waiting.append(dist.reduce_scatter_single(own.view(-1), whole, group=span.group, async_op=True))
+        result[entry.name] = own
+    for work in waiting:
+        work.wait()
+    return result
+
+
+def _by_size(
+    gradients: Sequence[tuple[Entry, Tensor | None]], device: torch.device
+) -> tuple[list[tuple[Entry, Tensor]], list[tuple[Entry, Tensor | None]]]:
+    """Those to send as they lie (large, and all ranks with equally many rows), and the others."""
+    large: list[tuple[Entry, Tensor]] = []
+    small: list[tuple[Entry, Tensor | None]] = []
+    for entry, gradient in gradients:
+        elements = entry.chunk * entry.span.size
+        alone = elements * entry.parameter.dtype.itemsize >= ALONE_BYTES
+        if (
+            gradient is not None
+            and alone
+            and elements == math.prod(entry.shape)
+            and gradient.device == device
+        ):
+            large.append((entry, gradient))
+        else:
+            small.append((entry, gradient))
+    return large, small
 
 
 def padded(tensor: Tensor, length: int) -> Tensor:

@@ -18,7 +18,7 @@ from autopar.cli import app
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-RUN = ["README.md", "tour.md", "sharding.md", "rules.md"]
+RUN = ["README.md", "tour.md", "sharding.md", "rules.md", "runtime.md"]
 
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import json
+import operator
 import os
 import subprocess
 import sys
@@ -16,15 +17,19 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.fx import Graph, GraphModule
 from typer.testing import CliRunner
 
 from autopar import api
+from autopar.block_source import block_source
 from autopar.cli import app
 from autopar.compiled import Compiled
 from autopar.errors import AutoparError, TrainingError, UsageError
 from autopar.export_python import export_python
 from autopar.exported import ExportedRun, load_exported
+from autopar.mesh import Mesh
 from autopar.passes.fp8 import use_fp8
+from autopar.passes.lower import RankBlock
 from autopar.plans import Plan
 from autopar.runtime.optimizers import OptimizerSettings
 from autopar.runtime.simulate import simulate
@@ -94,7 +99,7 @@ LAYOUTS = [
     ("llama", "dp=2,tp=2,zero=3,mbs=4,recompute=selective"),
     ("llama", "pp=2,schedule=1f1b,mbs=2"),
     ("mixtral", "dp=2,ep=2,zero=1,mbs=4"),
-    ("llama", "cp=2,mbs=8"),
+    pytest.param("llama", "cp=2,mbs=8", marks=pytest.mark.slow),
     pytest.param("deepseek", "dp=2,tp=2,pp=2,vpp=2,schedule=zbv,zero=1,mbs=2", marks=pytest.mark.slow),
 ]
 
@@ -108,7 +113,13 @@ def test_the_same_bits(kind: str, layout: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "precision"), [("llama", "bf16"), ("gpt2", "fp32"), ("convnet", "fp32"), ("t5", "fp32")]
+    ("kind", "precision"),
+    [
+        ("llama", "bf16"),
+        ("convnet", "fp32"),
+        pytest.param("gpt2", "fp32", marks=pytest.mark.slow),
+        pytest.param("t5", "fp32", marks=pytest.mark.slow),
+    ],
 )
 def test_the_same_bits_of_other_models(kind: str, precision: str, tmp_path: Path) -> None:
     model, batch = tiny(kind)
@@ -356,18 +367,70 @@ def test_a_name_does_not_become_code(tmp_path: Path) -> None:
     assert '__import__("os")' not in (tmp_path / "out" / "train.py").read_text()
 
 
-def test_places_of_images_are_counted(tmp_path: Path) -> None:
+class Kept(nn.Module):
+    """What it computes depends on how many labels count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        kept = labels >= 0
+        return {"loss": nn.functional.cross_entropy(self.head(x[kept]), labels[kept])}
+
+
+def _images() -> tuple[nn.Module, dict[str, Tensor], dict[str, Tensor]]:
     model, batch = multimodal("llava")
+    ids = batch["input_ids"].clone()
+    ids[0, int((ids[0] == IMAGE).nonzero()[0])] = 5
+    return model, batch, {**batch, "input_ids": ids}
+
+
+def _kept() -> tuple[nn.Module, dict[str, Tensor], dict[str, Tensor]]:
+    torch.manual_seed(0)
+    labels = torch.tensor([[0, 3, -100], [2, -100, -100]])
+    batch = {"x": torch.randn(2, 3, 8), "labels": labels}
+    return Kept(), batch, {**batch, "labels": labels.clamp(min=0)}
+
+
+@pytest.mark.parametrize("case", [pytest.param(_images, marks=pytest.mark.slow), _kept])
+def test_what_must_hold_of_a_batch_is_checked(
+    case: Callable[[], tuple[nn.Module, dict[str, Tensor], dict[str, Tensor]]], tmp_path: Path
+) -> None:
+    model, batch, other = case()
     run = api.compile(model, "cpu:1", batch)
     assert run.rank_program.conditions
     export_python(run, tmp_path / "out")
     again = load_exported(tmp_path / "out", blocks_of(tmp_path / "out"))
     assert equal(results(run, batch), results(again, batch))
-    ids = batch["input_ids"].clone()
-    ids[0, int((ids[0] == IMAGE).nonzero()[0])] = 5
     errors = []
     for each in (run, again):
         with pytest.raises(TrainingError) as caught:
-            each.train_step({**batch, "input_ids": ids})
-        errors.append(caught.value.what)
+            each.train_step(other)
+        errors.append(str(caught.value))
     assert errors[0] == errors[1]
+
+
+def test_what_cannot_be_written() -> None:
+    graph = Graph()
+    x = graph.placeholder("x")
+    lambda_ = graph.call_function(lambda value: value, (x,))
+    graph.output((lambda_,))
+    block = RankBlock("block", GraphModule(nn.Module(), graph), (), (), ("x",), ("y",))
+    with pytest.raises(UsageError, match="cannot be written as text"):
+        block_source(block, Mesh.parse("tp=2"), ())
+
+
+def test_infinities_defaults_and_names_that_are_taken() -> None:
+    graph = Graph()
+    tp, x = graph.placeholder("tp"), graph.placeholder("aten")
+    filled = graph.call_function(torch.ops.aten.masked_fill.Scalar, (x, tp, float("-inf")))
+    pieces = graph.call_function(torch.ops.aten.split_with_sizes.default, (filled, [1, 3], 0))
+    graph.output((graph.call_function(operator.getitem, (pieces, 1)),))
+    block = RankBlock("block", GraphModule(nn.Module(), graph), (), (), ("tp", "aten"), ("y",))
+    text = block_source(block, Mesh.parse("tp=2"), ())
+    space: dict[str, Any] = {}
+    exec(compile(text, "block.py", "exec"), space)  # the text was made here
+    mask, values = torch.tensor([True, False, True, False]), torch.arange(4.0)
+    (result,) = space["block"](mask, values)
+    assert result.tolist() == [1.0, float("-inf"), 3.0]

@@ -28,6 +28,11 @@ MODEL = ROOT / ".cache" / "smollm2"
 
 pytestmark = pytest.mark.slow
 
+
+def _fixed(*words: str) -> list[str]:
+    return ["--space", "all", *(part for word in words for part in ("--fix", word))]
+
+
 # Name -> processes, and what `autopar plan` is told.
 LAYOUTS = {
     "chosen": (4, []),
@@ -35,6 +40,9 @@ LAYOUTS = {
     "fsdp=4": (4, ["--mesh", "fsdp=4"]),
     "dp=2,tp=2": (4, ["--mesh", "dp=2,tp=2"]),
     "tp=3": (3, ["--mesh", "tp=3", "--fix", "heads=tp", "--fix", "ffn=tp", "--fix", "vocab=tp"]),
+    "pp=2,dp=2 zero 1": (4, _fixed("pp=2", "dp=2", "tp=1", "zero=1", "schedule=1f1b", "mbs=1")),
+    "pp=2,tp=3": (6, _fixed("pp=2", "tp=3", "vpp=2", "schedule=zbv", "mbs=1")),
+    "pp=2,dp=2,fsdp=2": (8, _fixed("pp=2", "dp=4", "tp=1", "zero=3", "shard=2", "schedule=1f1b", "mbs=1")),
 }
 
 PROMPTS = [

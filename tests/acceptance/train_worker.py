@@ -10,6 +10,8 @@ import json
 import sys
 from pathlib import Path
 
+import torch.distributed as dist
+
 import autopar
 from autopar.models.text import batch_at, pydoc_tokens
 from autopar.runtime.groups import end_rank, leave, wait_for_all
@@ -29,8 +31,10 @@ def main(model: str, plan_file: str, steps: int, result: str, references: list[s
     errors = {}
     for name in run.parameters:
         found = run.whole_gradient(name)
-        if first:
-            errors[name] = [distance(found, gradient_in(file, name)) for file in references]
+        errors[name] = [distance(found, gradient_in(file, name)) for file in references]
+    everybody: list[dict[str, list[float]]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(everybody, errors)  # a pipeline's ranks have different parameters
+    errors = {name: found for each in everybody for name, found in each.items()}
     run.optimizer.zero_grad(set_to_none=True)
     losses = [run.train_step(batch(step)).loss for step in range(steps)]
     if first:

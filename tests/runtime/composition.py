@@ -18,7 +18,6 @@ from transformers import (
 
 from autopar import api
 from autopar.compiled import Compiled
-from autopar.layout import Layout
 
 # The planner leaves every rank of cp 128 tokens or more.
 SHORT, LONG, BATCH = 16, 256, 8
@@ -71,12 +70,15 @@ def compile_layout(kind: str, layout: str, *, plan: Any = None) -> tuple[Compile
         ranks *= int(sizes.get(axis, 1))
     if plan is not None:
         return api.compile(model, None, batch, plan=plan), batch
-    words = [word for word in words if not word.startswith("cuts=")]
-    fixed = [*words, *(f"{axis}=1" for axis in ("dp", "tp", "cp", "pp") if axis not in sizes)]
+    # What the search chooses itself, or would not choose on CPUs, is put into its plan.
+    later = {name: sizes.pop(name) for name in ("cuts", "offload") if name in sizes}
+    fixed = [f"{name}={value}" for name, value in sizes.items()]
+    fixed += [f"{axis}=1" for axis in ("dp", "tp", "cp", "pp") if axis not in sizes]
     run = api.compile(model, f"cpu:{ranks}", batch, space="all", fix=fixed)
-    if "cuts" in sizes:  # the search chooses them
-        cuts = Layout.parse(f"pp={run.plan.parsed_layout.pp},cuts={sizes['cuts']}").cuts
-        plan = run.plan.model_copy(update={"layout": str(run.plan.parsed_layout.with_(cuts=cuts))})
+    if later:
+        kept = [word for word in str(run.plan.layout).split(",") if word.partition("=")[0] not in later]
+        text = ",".join([*kept, *(f"{name}={value}" for name, value in later.items())])
+        plan = run.plan.model_copy(update={"layout": text})
         run = api.compile(model, None, batch, plan=plan)
     return run, batch
 

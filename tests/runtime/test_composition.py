@@ -24,6 +24,9 @@ LAYOUTS = [
     ("llama", "dp=4,zero=3,shard=2,mbs=2"),
     ("llama", "dp=2,pp=2,schedule=1f1b,zero=1,mbs=4,order=dp-outer"),
     ("llama", "dp=4,zero=2,mbs=1,recompute=full,recompute_layers=2"),
+    ("llama", "dp=2,tp=2,zero=1,mbs=2,offload=all,recompute=selective"),
+    ("llama", "dp=2,pp=2,schedule=1f1b,zero=3,mbs=2,offload=all"),
+    ("llama", "dp=2,mbs=2,offload=optimizer"),
     ("mixtral", "dp=2,tp=2,pp=2,ep=2,etp=2,schedule=1f1b,zero=1,mbs=1"),
     ("mixtral", "dp=2,cp=2,ep=2,zero=3,mbs=4"),
     ("deepseek", "dp=2,tp=2,pp=2,ep=2,etp=2,schedule=zbv,vpp=2,zero=1,mbs=2"),
@@ -68,7 +71,7 @@ def test_gloo(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_gloo_of_eight(tmp_path: Path) -> None:
-    _on_gloo(LAYOUTS[:4] + LAYOUTS[10:11] + LAYOUTS[12:13], 8, tmp_path, 1200)
+    _on_gloo(LAYOUTS[:4] + LAYOUTS[13:14] + LAYOUTS[15:16], 8, tmp_path, 1200)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
