@@ -241,7 +241,7 @@ class _CrossEntropy(Function):
         # One tensor of the logits' size is made, and becomes the softmax in place: with a large vocabulary each more
         # would be most of a rank's memory.
         peak = over_vocabulary(logits.amax(-1).to(exact), "max")
-        softmax = logits.to(exact, copy=True).sub_(peak.unsqueeze(-1)).exp_()
+        softmax = (logits - peak.unsqueeze(-1)).exp_()  # in `exact`, the wider dtype
         total = over_vocabulary(softmax.sum(-1))
         softmax.div_(total.unsqueeze(-1))
         counted = labels != ignore
@@ -259,11 +259,11 @@ class _CrossEntropy(Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         probabilities, index, mine, counted = ctx.saved_tensors
+        factor = (counted.to(probabilities.dtype) * gradient).unsqueeze(-1)
         hit = (1 - ctx.smooth) * mine.to(probabilities.dtype).unsqueeze(-1)
-        slope = probabilities.clone().scatter_add_(-1, index, -hit)
+        slope = (probabilities * factor).scatter_add_(-1, index, -hit * factor)
         if ctx.smooth:
-            slope.sub_(ctx.smooth / ctx.vocabulary)
-        slope.mul_((counted.to(slope.dtype) * gradient).unsqueeze(-1))
+            slope.sub_(factor * (ctx.smooth / ctx.vocabulary))
         return slope.to(ctx.dtype), None, None, None, None, None, None
 
 

@@ -150,6 +150,11 @@ def test_a_loss_that_is_not_finite_changes_nothing(
     with torch.no_grad():
         parameter.fill_(float("nan"))
     before = {other: value.detach().clone() for other, value in run.parameters.items() if other != name}
+    for _ in range(2):
+        skipped = run.train_step(batch).skipped
+        assert skipped is not None
+        assert "the loss is nan" in skipped
+        assert name in skipped
     with pytest.raises(TrainingError, match=r"the loss is nan at step \d+(.|\n)*learning rate"):
         run.train_step(batch)
     assert all(torch.equal(value, run.parameters[other]) for other, value in before.items())

@@ -111,4 +111,4 @@ def test_a_plan_replaces_every_option_that_makes_one() -> None:
         inspect.signature(cli_plan.plan).parameters.keys()
         & inspect.signature(cli_run.train).parameters.keys()
     )
-    assert asked - {"model", "as_json", "quiet"} == set(PLANNING)
+    assert asked - {"model", "lora", "as_json", "quiet"} == set(PLANNING)  # adapters are part of the model

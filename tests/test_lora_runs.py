@@ -28,6 +28,9 @@ pytest.importorskip("peft")
 LORA = "r=4,alpha=8,targets=q_proj,o_proj"
 
 
+pytestmark = pytest.mark.slow
+
+
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model folder with a tokenizer, and beside it conversations, prepared."""

@@ -150,10 +150,15 @@ def test_every_stage_passes_the_checker() -> None:
         check(program)
 
 
-@pytest.mark.parametrize("layers", [(2, 2), (3, 0), (), 0, 4])
+@pytest.mark.parametrize("layers", [(2, 2), (1, 0, 2), (-1, 4), (), 0, 5])
 def test_counts_that_do_not_fit(layers: Any) -> None:
     with pytest.raises(UsageError, match="3 layers cannot be cut"):
         cut_stages(lowered("llama", 1, 1), layers)
+
+
+def test_a_last_stage_may_have_the_head_alone() -> None:
+    *_, last = cut_stages(lowered("llama", 1, 1), (3, 0))
+    assert [call.path for call in last.program.calls] == [""]
 
 
 # ---- gradients -----------------------------------------------------------------------------------------------------

@@ -53,7 +53,7 @@ def _before(place: Any, name: str, phase: str) -> None:
 
 
 def _arm() -> None:
-    step, gradients, save_file = Trainer.step, Trainer.gradients, checkpoint_storage.save_file
+    step, reduced, save_file = Trainer.step, Trainer._reduced, checkpoint_storage.save_file
     publish = Writer._publish
 
     def faulty_step(self: Trainer, batch: Any) -> Any:
@@ -69,8 +69,8 @@ def _arm() -> None:
             self.optimizer.register_step_post_hook(lambda *_: die_if("updated"))
         return step(self, batch)
 
-    def faulty_gradients(self: Trainer, batch: Any) -> Any:
-        loss = gradients(self, batch)
+    def faulty_gradients(self: Trainer, pieces: Any) -> Any:
+        loss = reduced(self, pieces)
         die_if("reduced")
         return loss
 
@@ -86,6 +86,6 @@ def _arm() -> None:
         publish(self)
         die_if("published", self.folder)
 
-    Trainer.step, Trainer.gradients = faulty_step, faulty_gradients  # type: ignore[method-assign]
+    Trainer.step, Trainer._reduced = faulty_step, faulty_gradients  # type: ignore[method-assign]
     checkpoint_storage.save_file = faulty_save
     Writer._publish = faulty_publish  # type: ignore[method-assign]

@@ -341,7 +341,7 @@ def test_pieces_that_cannot_be_halved_keep_their_order() -> None:
 
 
 @pytest.mark.timeout(150)
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_ring_of_processes(ranks: int) -> None:
     """What simulated ranks do, gloo does too, also compiled."""
     results = run_on(ranks, "attention_worker.py", timeout=140)

@@ -101,6 +101,7 @@ def started() -> Iterator[list[Run]]:
         run.clear()
 
 
+@pytest.mark.slow
 @needs_proc
 @pytest.mark.timeout(150)
 def test_a_killed_rank_is_named_and_the_run_goes_on_from_the_checkpoint(
@@ -132,6 +133,7 @@ def test_a_killed_rank_is_named_and_the_run_goes_on_from_the_checkpoint(
     assert f"checkpoint of step {step}" in told
 
 
+@pytest.mark.slow
 @needs_proc
 @pytest.mark.timeout(100)
 def test_who_stops_the_command_stops_its_ranks(started: list[Run], plan: Path) -> None:

@@ -118,7 +118,13 @@ def same(found: Outcome) -> None:
         torch.testing.assert_close(found.parameters[name], value, atol=2e-5, rtol=1e-3)
 
 
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        mesh if "," in mesh and "fsdp" in mesh else pytest.param(mesh, marks=pytest.mark.slow)
+        for mesh in MESHES
+    ],
+)
 def test_lora_over_ranks_is_lora(mesh: str) -> None:
     run = compiled(mesh)
     for found in simulate(MESHES[mesh], lambda rank: work(run.on_rank()), timeout_s=120):

@@ -19,7 +19,7 @@ from rich.console import Console
 import autopar
 from autopar.errors import UsageError
 from autopar.mesh import Mesh
-from autopar.runtime import sinks
+from autopar.runtime import metrics_file, sinks
 from autopar.runtime.metrics_file import MetricsFile, read
 from autopar.runtime.monitor import Monitor, MonitorOptions, flops_of_step
 from autopar.runtime.observe import Observer
@@ -128,8 +128,11 @@ def told(text: str) -> None:
     raise AssertionError(text)
 
 
-def test_goodput_counts_restarts_and_repeated_steps_as_lost(tmp_path: Path) -> None:
+def test_goodput_counts_restarts_and_repeated_steps_as_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path, now = tmp_path / "metrics.jsonl", time.time()
+    monkeypatch.setattr(metrics_file, "process_began", lambda: now)  # and not when the tests began
     write(
         path,
         {"event": "start", "step": 0, "time": now - 100},

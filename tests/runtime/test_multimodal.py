@@ -44,6 +44,7 @@ def test_data_ranks_split_images_and_sequences(kind: str) -> None:
         assert any("attention" in node.name and node.meta["local_shape"][0] == 1 for node in nodes)
 
 
+@pytest.mark.slow
 def test_micro_batches_of_a_model_that_takes_images_one_by_one_are_refused() -> None:
     model, inputs = multimodal("llava")
     plan = api.plan(model, "cpu:1", example_inputs=inputs, mesh="dp=1", micro_batches=2)

@@ -292,6 +292,7 @@ def test_a_saved_state_of_several_optimizers_is_one() -> None:
     assert all(torch.equal(parameter, after[name]) for name, parameter in store.parameters.items())
 
 
+@pytest.mark.slow
 def test_processes_do_what_simulated_ranks_do() -> None:
     """Muon hands matrices around in bfloat16, and findings as bytes: gloo takes both."""
     first, second = run_on(2, "optimizer_worker.py", "dp=2")
