@@ -83,6 +83,7 @@ def test_two_processes_equal_one(on_two: dict[str, dict[str, float]], case: str)
     check(on_two[case])
 
 
+@pytest.mark.slow  # two processes, and four of compositions, are in the quick suite
 @pytest.mark.parametrize("case", FOUR_PROCESSES)
 def test_four_processes_equal_one(on_four: dict[str, dict[str, float]], case: str) -> None:
     check(on_four[case])

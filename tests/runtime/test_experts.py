@@ -60,6 +60,7 @@ def test_processes_equal_the_unsharded_model() -> None:
         assert error < 1e-5, case
 
 
+@pytest.mark.slow
 def test_a_compiled_exchange_follows_every_routing() -> None:
     """The numbers of rows that ranks send each other are data: one compiled graph runs with all of them."""
     assert max(run_on(2, "expert_compile_worker.py", timeout=280)) < 1e-9

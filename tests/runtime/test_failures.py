@@ -29,6 +29,7 @@ MODEL = f"{ROOT / 'tests' / 'runtime' / 'failure_worker.py'}:mlp"
 needs_proc = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds the ranks in /proc")
 
 
+@pytest.mark.slow  # test_monitor.py has hangs of the command
 def test_a_stuck_peer_is_a_timeout() -> None:
     told = run_on(2, "failure_worker.py", "hangs", "tp=2", timeout=90)[0]
     assert "timed out" in told["text"]
@@ -146,6 +147,7 @@ def test_who_stops_the_command_stops_its_ranks(started: list[Run], plan: Path) -
     assert not list(run.processes())
 
 
+@pytest.mark.slow
 @needs_proc
 @pytest.mark.timeout(150)
 def test_a_scheduler_that_asks_for_an_end_gets_a_checkpoint(

@@ -46,6 +46,7 @@ def test_two_processes_take_what_was_predicted(on_two: list[dict[str, Any]], cas
     check(on_two, case)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", QUICK_ON_FOUR)
 def test_four_processes_take_what_was_predicted(on_four: list[dict[str, Any]], case: str) -> None:
     check(on_four, case)
