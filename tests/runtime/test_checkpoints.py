@@ -8,7 +8,7 @@ import math
 import resource
 import shutil
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,6 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 import autopar
-from autopar import prepared
 from autopar.compiled import Compiled
 from autopar.cost.money import daly_interval_s
 from autopar.errors import AutoparError, TrainingError
@@ -40,22 +39,7 @@ def compiled(mesh: str, kind: str = "gpt2") -> Compiled:
     return autopar.compile(model, f"cpu:{math.prod(sizes)}", batch, mesh=mesh, fix=fix)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def captured_once() -> Iterator[None]:
-    """Every plan of a model from the same capture, which is what takes the time."""
-    known: dict[object, Any] = {}
-    capture = prepared.capture
-
-    def cached(model: torch.nn.Module, inputs: dict[str, Any], **options: Any) -> Any:
-        shapes = [(name, tuple(item.shape)) for name, item in (*model.named_parameters(), *inputs.items())]
-        key = (*shapes, *sorted(options.items(), key=str))
-        if key not in known:
-            known[key] = capture(model, inputs, **options)
-        return known[key]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prepared, "capture", cached)
-        yield
+pytestmark = pytest.mark.usefixtures("captured_once")
 
 
 def one_process(kind: str = "gpt2") -> tuple[Compiled, dict[str, Any]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autopar import api, prepared
+from autopar import api
 from autopar.errors import PlanError, UsageError
 from autopar.plans import Plan
 from autopar.runtime.simulate import simulate
@@ -31,21 +30,7 @@ CASES = [(kind, mesh, ()) for kind in PACKED for mesh in MESHES] + [
 ]
 
 
-@pytest.fixture(autouse=True, scope="module")
-def captured_once() -> Iterator[None]:
-    """The same model in the same shapes is captured once, however many meshes it is planned for."""
-    capture, known = prepared.capture, {}
-
-    def cached(model: nn.Module, inputs: dict[str, Any], **options: Any) -> Any:
-        shapes = [(name, tuple(item.shape)) for name, item in (*model.named_parameters(), *inputs.items())]
-        key = (*shapes, *sorted(options.items(), key=str))
-        if key not in known:
-            known[key] = capture(model, inputs, **options)
-        return known[key]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prepared, "capture", cached)
-        yield
+pytestmark = pytest.mark.usefixtures("captured_once")
 
 
 @cache
