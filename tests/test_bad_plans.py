@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,30 +11,12 @@ import torch
 from torch import nn
 
 import autopar
-from autopar import prepared
 from autopar.errors import PlanError, TrainingError, UsageError
 from tests.tiny import tiny
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 # ---- plans ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def captured_once() -> Iterator[None]:
-    """The same shapes are captured once: these tests are of what comes after."""
-    capture = prepared.capture
-    known: dict[Any, Any] = {}
-
-    def cached(model: nn.Module, inputs: dict[str, Any], **options: Any) -> Any:
-        key = (type(model), tuple((name, tuple(value.shape)) for name, value in inputs.items()))
-        if key not in known:
-            known[key] = capture(model, inputs, **options)
-        return known[key]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prepared, "capture", cached)
-        yield
 
 
 @pytest.fixture(scope="module")
